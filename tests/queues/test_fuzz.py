@@ -38,7 +38,7 @@ parts = st.fixed_dictionaries(
     optional={"output_size": whole, "priority": whole, "attempt": whole, "order": real, "not_before": times},
 )
 wishes = st.fixed_dictionaries(
-    {"slots": st.integers(1, 2**40), "room": st.none() | st.integers(0, MAX_SAFE_INTEGER)},
+    {"slots": st.integers(1, 2**40), "arena_bytes": st.none() | st.integers(0, MAX_SAFE_INTEGER)},
     optional={
         "priority_above": st.integers(-MAX_SAFE_INTEGER, MAX_SAFE_INTEGER),
         "rank": st.floats(),

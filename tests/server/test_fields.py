@@ -56,14 +56,14 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
 
 @pytest.mark.row("P33", "K13", "N3")
 @pytest.mark.parametrize(("params", "medium"), [(GENERATE, IMAGE), (EDIT, IMAGE), (CREATE, VIDEO)])
-def test_every_field_of_the_client_is_known(params: type, medium: Modality) -> None:
+def test_every_field_of_the_openai_client_is_a_known_parameter(params: type, medium: Modality) -> None:
     known = {one.name for one in medium.parameters}
     assert fields(params).keys() - known - {*FILES} == set()
 
 
 @pytest.mark.row("P33", "K13")
 @pytest.mark.parametrize("params", [GENERATE, EDIT])
-def test_every_value_that_the_client_names_is_taken_or_refused_in_a_sentence(params: type, http: httpx2.Client) -> None:
+def test_openai_enum_values_are_accepted_or_rejected_with_a_message(params: type, http: httpx2.Client) -> None:
     named = {
         (name, value) for name, values in fields(params).items() for value in values if name not in ("model", "size")
     }
@@ -79,7 +79,7 @@ def test_every_value_that_the_client_names_is_taken_or_refused_in_a_sentence(par
 
 
 @pytest.mark.row("P33")
-def test_fields_of_animations_and_drawings_are_told_apart(http: httpx2.Client) -> None:
+def test_several_frames_and_markup_return_400_but_inert_fields_pass(http: httpx2.Client) -> None:
     body = {"model": PICTURES.name, "prompt": "a ring"}
     headers = {"prefer": "respond-async"}
     for extra in ({"complexity": "low"}, {"frame_count": 1, "frame_duration_ms": 40}, {"svg": {"model": "m"}}):
@@ -93,12 +93,12 @@ def test_fields_of_animations_and_drawings_are_told_apart(http: httpx2.Client) -
 
 
 @pytest.mark.row("C36")
-def test_every_detail_of_a_shown_picture_is_known() -> None:
+def test_every_openai_image_detail_value_is_supported() -> None:
     assert {*fields(image_part.ImageURL)["detail"]} <= {*DETAILS}
 
 
 @pytest.mark.row("P46", "K19")
-def test_hints_of_each_endpoint_name_its_own_fields(http: httpx2.Client) -> None:
+def test_unknown_parameter_hints_use_field_names_of_the_endpoint(http: httpx2.Client) -> None:
     def told(url: str, **body: Any) -> str:
         answer = http.post(url, json={"prompt": "a ring", **body})
         assert answer.status_code == 400

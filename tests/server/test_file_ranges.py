@@ -55,7 +55,7 @@ def whole(http: httpx2.Client, address: str) -> bytes:
         "bytes 0-1",
     ],
 )
-def test_a_range_that_cannot_be_read_is_ignored(http: httpx2.Client, address: str, whole: bytes, header: str) -> None:
+def test_malformed_range_header_is_ignored(http: httpx2.Client, address: str, whole: bytes, header: str) -> None:
     answer = http.get(address, headers={"range": header.encode("latin-1")})
     assert (answer.status_code, answer.content) == (200, whole)
 
@@ -79,7 +79,7 @@ def test_a_range_that_cannot_be_read_is_ignored(http: httpx2.Client, address: st
         ("bytes=0-1,-0", 0, 2),
     ],
 )
-def test_one_range_is_206(
+def test_single_range_returns_206(
     http: httpx2.Client, address: str, whole: bytes, header: str, first: int, end: int | None
 ) -> None:
     answer = http.get(address, headers={"range": header})
@@ -91,7 +91,7 @@ def test_one_range_is_206(
     assert answer.headers["accept-ranges"] == "bytes"
 
 
-def test_several_ranges_are_parts(http: httpx2.Client, address: str, whole: bytes) -> None:
+def test_multiple_ranges_return_multipart_byteranges(http: httpx2.Client, address: str, whole: bytes) -> None:
     answer = http.get(address, headers={"range": "bytes=0-1, 10-14"})
     assert answer.status_code == 206
     message = email.message_from_bytes(
@@ -103,7 +103,7 @@ def test_several_ranges_are_parts(http: httpx2.Client, address: str, whole: byte
 
 
 @pytest.mark.parametrize("header", ["bytes=99999999-", "bytes=-0", "bytes=99999999-99999999999,-0"])
-def test_a_range_behind_the_end_is_416_with_the_size(
+def test_range_beyond_the_end_returns_416_with_the_file_size(
     http: httpx2.Client, address: str, whole: bytes, header: str
 ) -> None:
     answer = http.get(address, headers={"range": header})
@@ -112,7 +112,7 @@ def test_a_range_behind_the_end_is_416_with_the_size(
     assert answer.json()["error"]["code"] == "range_not_satisfiable"
 
 
-def test_a_range_holds_only_if_the_file_is_the_one_that_was_meant(
+def test_if_range_returns_the_range_only_if_the_validator_matches(
     http: httpx2.Client, address: str, whole: bytes
 ) -> None:
     told = http.head(address).headers
@@ -123,7 +123,7 @@ def test_a_range_holds_only_if_the_file_is_the_one_that_was_meant(
         assert (answer.status_code, answer.content) == (200, whole), condition
 
 
-def test_a_head_ignores_ranges(http: httpx2.Client, address: str, whole: bytes) -> None:
+def test_head_ignores_the_range_header(http: httpx2.Client, address: str, whole: bytes) -> None:
     for header in ("bytes=0-1", "bytes=99999999-"):
         head = http.head(address, headers={"range": header})
         assert (head.status_code, head.headers["content-length"]) == (200, str(len(whole)))
@@ -134,7 +134,7 @@ def test_two_range_headers_are_ignored(http: httpx2.Client, address: str, whole:
     assert (answer.status_code, answer.content) == (200, whole)
 
 
-def test_a_client_that_has_the_file_is_told_so(http: httpx2.Client, address: str, whole: bytes) -> None:
+def test_matching_if_none_match_returns_304(http: httpx2.Client, address: str, whole: bytes) -> None:
     etag = http.head(address).headers["etag"]
     for known in (etag, f"W/{etag}", f'"another", {etag}', "*"):
         for method in ("GET", "HEAD"):
@@ -145,7 +145,7 @@ def test_a_client_that_has_the_file_is_told_so(http: httpx2.Client, address: str
         assert http.get(address, headers={"if-none-match": other}).content == whole
 
 
-def test_a_file_that_is_not_the_one_that_is_meant_is_412(http: httpx2.Client, address: str, whole: bytes) -> None:
+def test_if_match_with_another_etag_returns_412(http: httpx2.Client, address: str, whole: bytes) -> None:
     etag = http.head(address).headers["etag"]
     for meant in (etag, f'"another", {etag}', "*"):
         assert http.get(address, headers={"if-match": meant}).content == whole
@@ -155,14 +155,14 @@ def test_a_file_that_is_not_the_one_that_is_meant_is_412(http: httpx2.Client, ad
 
 
 @pytest.mark.parametrize("header", ["items=0-1", "bytes=99999999-", "bytes=0-1"])
-def test_pages_have_no_ranges(http: httpx2.Client, header: str) -> None:
+def test_static_pages_ignore_the_range_header(http: httpx2.Client, header: str) -> None:
     path = "/static-offline-docs/swagger-ui.css"
     answer = http.get(path, headers={"range": header})
     assert (answer.status_code, answer.content) == (200, http.get(path).content)
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=6))
-def test_ranges_select_what_the_grammar_says(size: int, pairs: list[tuple[int, int]]) -> None:
+def test_parsed_ranges_select_exactly_the_requested_bytes(size: int, pairs: list[tuple[int, int]]) -> None:
     """Compared byte by byte: position p is selected if any first-last has it."""
     pairs = [(min(pair), max(pair)) for pair in pairs]
     selected = {at for first, last in pairs for at in range(first, last + 1) if at < size}
@@ -171,7 +171,7 @@ def test_ranges_select_what_the_grammar_says(size: int, pairs: list[tuple[int, i
     assert {at for first, end in found for at in range(first, end)} == selected
 
 
-def test_garbage_never_fails(http: httpx2.Client, address: str) -> None:
+def test_random_range_headers_return_200_206_or_416(http: httpx2.Client, address: str) -> None:
     draw = random.Random(7)
     for _ in range(100):
         text = "".join(draw.choice("bytes=0123456789-,; \t*/x") for _ in range(draw.randrange(40)))

@@ -45,14 +45,14 @@ def require_blocked(answer: httpx2.Response) -> None:
     assert answer.json()["error"]["code"] == "moderation_blocked"
 
 
-def test_a_flagged_picture_is_marked_between_the_others(http: httpx2.Client) -> None:
+def test_flagged_image_is_null_and_marked_among_the_others(http: httpx2.Client) -> None:
     first, second, third = http.post(URL, json=ASKED, headers=KEY).json()["data"]
     assert second == {"seed": 5, "b64_json": None, "flagged": True}
     assert [base64.b64decode(one["b64_json"]) for one in (first, third)] == [picture(4), picture(6)]
     assert [event["b64_json"] is None for event in events(http)] == [False, True, False]
 
 
-def test_a_flagged_picture_has_no_link_and_its_address_opens_nothing(http: httpx2.Client) -> None:
+def test_flagged_image_has_no_link_and_its_url_returns_400(http: httpx2.Client) -> None:
     answer = http.post(URL, json={**ASKED, "response_format": "url"}, headers=KEY).json()
     first, second, third = answer["data"]
     assert "url" not in second
@@ -65,14 +65,14 @@ def test_a_flagged_picture_has_no_link_and_its_address_opens_nothing(http: httpx
     assert http.head(results[1]["url"]).status_code == 400
 
 
-def test_a_request_with_nothing_but_flagged_pictures_fails(http: httpx2.Client) -> None:
+def test_request_with_only_flagged_images_returns_moderation_blocked(http: httpx2.Client) -> None:
     require_blocked(http.post(URL, json={**ASKED, "seed": 5, "n": 1}, headers=KEY))
     (event,) = events(http, seed=5, n=1)
     assert event["error"]["code"] == "moderation_blocked"
     assert event["error"]["type"] == "image_generation_user_error"
 
 
-def test_a_flagged_video_is_a_failed_one(http: httpx2.Client, keyed: Served) -> None:
+def test_flagged_video_fails_with_moderation_blocked(http: httpx2.Client, keyed: Served) -> None:
     asked = {"model": PICTURES.name, "prompt": NAKED, "seed": 5, "num_frames": 5}
     video = http.post("/v1/videos", json=asked, headers=KEY).json()["id"]
     keyed.next_event(video, "failed")
@@ -82,7 +82,7 @@ def test_a_flagged_video_is_a_failed_one(http: httpx2.Client, keyed: Served) -> 
         assert http.get(f"/v1/videos/{video}/content{query}", headers=KEY).status_code == 409
 
 
-def test_the_client_saves_the_others_under_their_own_numbers(keyed: Served, tmp_path: Path) -> None:
+def test_client_saves_unflagged_images_under_their_original_index(keyed: Served, tmp_path: Path) -> None:
     with connect(keyed.url, "a" * 40) as client:
         result = client.generate(NAKED, model=PICTURES.name, seed=4, n=3)
     assert (result.indexes, result.flagged) == ([0, 2], [1])
@@ -91,13 +91,13 @@ def test_the_client_saves_the_others_under_their_own_numbers(keyed: Served, tmp_
     assert [file.read_bytes() for file in saved] == [picture(4), picture(6)]
 
 
-def test_the_only_picture_left_of_several_keeps_its_number(keyed: Served, tmp_path: Path) -> None:
+def test_single_unflagged_image_of_several_keeps_its_index(keyed: Served, tmp_path: Path) -> None:
     with connect(keyed.url, "a" * 40) as client:
         result = client.generate(NAKED, model=PICTURES.name, seed=5, n=2)
     assert [file.name for file in result.save(tmp_path / "a.png")] == ["a-1.png"]
 
 
-def test_the_command_line_says_which_pictures_are_left_out(
+def test_cli_reports_images_omitted_by_the_safety_checker(
     keyed: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(*arguments: str) -> tuple[str, str]:

@@ -32,7 +32,7 @@ def gauges(http: httpx2.Client) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_503_for_probes_and_for_uploads(tmp_path: Path) -> None:
+def test_full_disk_returns_503_for_readiness_and_uploads(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path, 4096) as disk,
         serve(disk, idle=False, cards=(PICTURES, MOVING)) as served,
@@ -57,7 +57,7 @@ def test_a_full_disk_is_503_for_probes_and_for_uploads(tmp_path: Path) -> None:
         assert http.get("/health").status_code == 200
 
 
-def test_workers_whose_tasks_wait_for_room_make_it_not_ready(tmp_path: Path) -> None:
+def test_ready_returns_503_while_workers_cannot_write_results(tmp_path: Path) -> None:
     """Given a worker that cannot keep what it made, which the gateway cannot know by itself, then its word counts."""
     with serve(tmp_path, idle=False, works=False) as served, client(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
@@ -72,7 +72,7 @@ def test_workers_whose_tasks_wait_for_room_make_it_not_ready(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["permanent", "transient"])
-def test_what_a_worker_says_of_a_failure_names_no_path(
+def test_paths_are_removed_from_worker_error_messages(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a failure whose words and log are full of paths, then no answer and no event holds one."""
@@ -99,9 +99,7 @@ def finished(http: httpx2.Client, seed: int) -> str:
     return str(asked)
 
 
-def test_a_result_that_is_read_while_it_goes_over_the_limit_comes_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_result_evicted_during_download_is_sent_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given two pictures and a limit that one of them fits, when the older one is being sent, then it goes and comes
     whole all the same; whoever asks for it later is told that it is gone, and the newer one is there."""
     monkeypatch.setattr(service, "BOUND_S", 0.0)
@@ -124,9 +122,7 @@ def test_a_result_that_is_read_while_it_goes_over_the_limit_comes_whole(
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_when_what_is_old_is_forgotten_has_room_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_recovers_after_expired_results_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given queue and results on a disk that fills up before the round that forgets them, then results go though the
     queue cannot say so, the next round has it forget them, and pictures are made again."""
     monkeypatch.setattr(service, "FORGET_S", 0.0)

@@ -65,7 +65,7 @@ async def cut_short(tmp_path: Path, draining: bool) -> BaseException | None:
     return None if waiting.cancelled() else waiting.exception()
 
 
-async def test_who_waits_at_a_server_that_ends_is_told_to_come_again_and_nobody_else_is(tmp_path: Path) -> None:
+async def test_waiting_calls_get_503_stopping_only_if_the_server_drains(tmp_path: Path) -> None:
     assert await cut_short(tmp_path, draining=False) is None
     told = await cut_short(tmp_path, draining=True)
     assert isinstance(told, ApiError) and (told.status, told.code, told.headers) == (
@@ -98,7 +98,7 @@ def as_(served: Served, key: str = "") -> httpx2.Client:
     return httpx2.Client(base_url=served.url, headers=headers, trust_env=False)
 
 
-def test_a_key_is_needed_where_keys_are_configured(guarded: Served) -> None:
+def test_wrong_or_missing_api_key_returns_401(guarded: Served) -> None:
     for key in ("wrong", "", "key-a2"):
         with as_(guarded, key) as http:
             response = http.post(URL, json=ASKED)
@@ -111,7 +111,7 @@ def test_a_key_is_needed_where_keys_are_configured(guarded: Served) -> None:
             assert http.get("/metrics").status_code == (401 if key else 200)
 
 
-def test_a_tenant_sees_its_own_requests_only(guarded: Served) -> None:
+def test_tenant_can_access_only_its_own_requests(guarded: Served) -> None:
     with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert:
         id = anna.post(URL, json=ASKED | {"response_format": "url"}).json()["id"]
         assert [one["id"] for one in anna.get("/v1/requests").json()["data"]] == [id]
@@ -122,7 +122,7 @@ def test_a_tenant_sees_its_own_requests_only(guarded: Served) -> None:
         assert bert.post(f"/v1/requests/{id}/cancel").status_code == 404
 
 
-def test_another_tenant_s_id_is_answered_as_one_that_never_was(guarded: Served) -> None:
+def test_id_of_another_tenant_gets_the_response_of_an_unknown_id(guarded: Served) -> None:
     """Given a request of another tenant, when it is asked for in any way, then nothing tells that it exists."""
     none = "req_" + "0" * 32
     with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert:
@@ -153,7 +153,7 @@ def test_another_tenant_s_id_is_answered_as_one_that_never_was(guarded: Served) 
         assert anna.get(f"/v1/videos/{video}").status_code == 200
 
 
-def test_too_much_is_refused_with_a_time_to_come_back(guarded: Served) -> None:
+def test_admission_limit_returns_429_with_retry_after(guarded: Served) -> None:
     with as_(guarded, "key-a") as http:
         assert http.post(URL, json={**ASKED, "model": IDLE.name}, headers=ASYNC).status_code == 202
         response = http.post(URL, json=ASKED)
@@ -163,7 +163,7 @@ def test_too_much_is_refused_with_a_time_to_come_back(guarded: Served) -> None:
         assert "unfuse_requests_rejected_total 1.0" in http.get("/metrics").text
 
 
-def test_the_time_to_come_back_is_the_scheduler_s_in_whole_seconds(
+def test_retry_after_is_the_scheduler_estimate_in_whole_seconds(
     served: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: object, **__: object) -> None:
@@ -179,7 +179,7 @@ def test_without_keys_any_authorization_is_accepted(served: Served) -> None:
         assert http.get("/v1/models").status_code == 200
 
 
-def test_every_error_has_the_envelope(http: httpx2.Client) -> None:
+def test_error_responses_have_message_type_param_and_code(http: httpx2.Client) -> None:
     for response, status in (
         (http.get("/nowhere"), 404),
         (http.get("/v1/models/nope"), 404),
@@ -191,14 +191,14 @@ def test_every_error_has_the_envelope(http: httpx2.Client) -> None:
     assert "GET" in http.delete("/v1/models").headers["allow"]
 
 
-def test_a_request_id_comes_back_if_it_can_be_logged(http: httpx2.Client) -> None:
+def test_x_request_id_is_echoed_if_it_can_be_logged(http: httpx2.Client) -> None:
     assert http.get("/health", headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
     for other in ("x" * 129, "two words", ""):
         name = http.get("/health", headers={"x-request-id": other}).headers["x-request-id"]
         assert re.fullmatch(r"[0-9a-f]{32}", name)
 
 
-def test_a_failure_nobody_expected_is_a_500_without_its_inside(
+def test_unexpected_exception_returns_500_without_details(
     served: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail() -> None:
@@ -213,7 +213,7 @@ def test_a_failure_nobody_expected_is_a_500_without_its_inside(
     assert "secret" not in response.text
 
 
-def test_models_are_listed_with_what_they_can(http: httpx2.Client) -> None:
+def test_models_endpoint_lists_limits_and_defaults(http: httpx2.Client) -> None:
     data = http.get("/v1/models").json()["data"]
     assert [one["id"] for one in data] == ["test/idle", "test/pictures"]
     assert (data[1]["object"], data[1]["created"], data[1]["limits"]["max_steps"]) == ("model", 7, 100)
@@ -221,7 +221,7 @@ def test_models_are_listed_with_what_they_can(http: httpx2.Client) -> None:
     assert http.get("/v1/models/test/pictures").json() == data[1]
 
 
-def test_a_model_may_be_served_under_another_name_and_left_out_when_alone(renamed: Served) -> None:
+def test_model_is_known_by_its_served_name_and_is_the_default_if_alone(renamed: Served) -> None:
     with as_(renamed) as http:
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["pictures"]
         assert http.post(URL, json={"prompt": "a", "model": "pictures"}).status_code == 200
@@ -235,9 +235,7 @@ def test_a_model_may_be_served_under_another_name_and_left_out_when_alone(rename
         assert shown["model"] == "pictures"
 
 
-def test_requests_without_a_model_go_to_the_first_that_the_server_was_started_with(
-    http: httpx2.Client, tmp_path: Path
-) -> None:
+def test_requests_without_a_model_use_the_first_model_of_the_server(http: httpx2.Client, tmp_path: Path) -> None:
     """Given one model of the server and one that a worker brings, then the first is the default; of two that workers
     bring none is."""
     assert [one["id"] for one in http.get("/v1/models").json()["data"] if one["default"]] == [IDLE.name]
@@ -250,7 +248,7 @@ def test_requests_without_a_model_go_to_the_first_that_the_server_was_started_wi
         assert error["message"] == "model is missing: send one of test/moving, test/pictures"
 
 
-def test_a_model_that_is_a_folder_is_called_by_its_last_part(tmp_path: Path) -> None:
+def test_model_in_a_folder_is_named_by_the_last_path_component(tmp_path: Path) -> None:
     """Given models of two folders that have one name, then each has a name of its own, and no answer has a path."""
     first, second = (replace(PICTURES, name=f"/secret/{one}/flux") for one in ("a", "b"))
     with serve(tmp_path, idle=False, cards=(first, second)) as served, as_(served) as http:
@@ -273,7 +271,7 @@ def named_pools(card: ModelSpec) -> dict[str, str]:
     return {stage: readable_pool(pool) for stage, pool in card.pools().items()}
 
 
-def test_workers_and_pools_are_told(http: httpx2.Client) -> None:
+def test_workers_and_pools_endpoints_list_workers_and_waiting_tasks(http: httpx2.Client) -> None:
     (worker,) = http.get("/v1/workers").json()["data"]
     assert (worker["id"], worker["slots"], worker["models"]) == ("worker-1", 4, ["test/pictures"])
     pools = {pool["id"]: pool for pool in http.get("/v1/pools").json()["data"]}
@@ -287,7 +285,7 @@ def test_workers_and_pools_are_told(http: httpx2.Client) -> None:
     assert pools[idle["denoise"]]["workers"] == []
 
 
-def test_not_ready_while_a_pool_lacks_its_worker(http: httpx2.Client) -> None:
+def test_ready_returns_503_while_a_pool_has_no_worker(http: httpx2.Client) -> None:
     response = http.get("/ready")
     assert response.status_code == 503
     assert response.json()["missing"] == {"test/idle": [*map(readable_pool, sorted(IDLE.pools().values()))]}
@@ -295,7 +293,7 @@ def test_not_ready_while_a_pool_lacks_its_worker(http: httpx2.Client) -> None:
     assert named_pools(IDLE)["denoise"] in response.json()["error"]["message"]
 
 
-def test_ready_when_every_pool_has_its_worker_and_not_when_nothing_is_served(renamed: Served) -> None:
+def test_ready_returns_200_if_every_pool_has_a_worker_else_503(renamed: Served) -> None:
     with as_(renamed) as http:
         assert http.get("/ready").json() == {"ready": True, "models": ["pictures"]}
         renamed.run(renamed.queue.unregister("worker-1"))
@@ -309,7 +307,7 @@ def test_health_and_version(http: httpx2.Client) -> None:
     assert http.get("/version").json() == {"version": __version__}
 
 
-def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None:
+def test_metrics_count_outcomes_and_measure_latency_of_successes_only(renamed: Served) -> None:
     with as_(renamed) as http:
         for prompt in ("a", "b", BROKEN):
             http.post(URL, json={"prompt": prompt})
@@ -342,7 +340,7 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
     } <= lines
 
 
-def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> None:
+def test_metrics_parse_and_labels_have_few_values(http: httpx2.Client) -> None:
     for seed in range(3):
         http.post(URL, json=ASKED | {"seed": seed, "metadata": {"job": str(seed)}})
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
@@ -367,7 +365,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
     assert names <= {*labels, "component", "le", "node", "state"}
 
 
-def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
+def test_metrics_report_the_age_of_the_oldest_waiting_task(tmp_path: Path) -> None:
     with serve(tmp_path, works=False) as served, as_(served) as http:
         served.run(served.queue.register(WORKER, (PICTURES,)))
         encode = named_pools(PICTURES)["text_encode"]
@@ -388,7 +386,7 @@ def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
         assert sample(http, f'unfuse_queue_oldest_seconds{{numerics="",pool="{encode}"}}') == 0
 
 
-def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_path: Path) -> None:
+def test_metrics_report_predicted_seconds_and_dispatches_by_pool(tmp_path: Path) -> None:
     with serve(tmp_path, works=False) as served, as_(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
         served.run(dispatcher.answer(b"w", Register(WORKER, (PICTURES,))))
@@ -414,14 +412,14 @@ def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_pat
         assert sample(http, f'unfuse_pool_predicted_seconds{{numerics="",pool="{encode}"}}') == 0
 
 
-def test_bytes_are_told_under_the_store_that_holds_them(tmp_path: Path) -> None:
+def test_store_bytes_metric_is_labelled_with_the_store_backend(tmp_path: Path) -> None:
     with serve(tmp_path, works=False, store="disk") as served, as_(served) as http:
         assert sample(http, 'unfuse_store_bytes{backend="disk"}') == 0
         assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') is None
         assert sample(http, "unfuse_cache_bytes") == 0
 
 
-def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_path: Path) -> None:
+def test_silent_worker_is_unhealthy_and_its_expired_leases_are_counted(tmp_path: Path) -> None:
     with serve(tmp_path, works=False, lease_ttl=2.0) as served, as_(served) as http:
         served.run(served.queue.register(replace(WORKER, status=WorkerStatus(arena_used=4096)), (PICTURES,)))
         pool = named_pools(PICTURES)["text_encode"]
@@ -437,7 +435,7 @@ def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_
         assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 4096
 
 
-def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Path) -> None:
+def test_metrics_report_transfers_by_engine_and_arena_use_by_role(tmp_path: Path) -> None:
     """Given beats of a worker, when metrics are read, then what it pulled is summed by engine."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
@@ -467,7 +465,7 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
         assert (shown["high_water"], shown["fragmentation"], shown["engines"]) == (3072, 0.125, {})
 
 
-def test_memory_that_workers_leak_is_summed_by_role(tmp_path: Path) -> None:
+def test_leaked_memory_of_workers_is_summed_by_role(tmp_path: Path) -> None:
     """Given beats of two workers of a role, then bytes are summed by what memory they are of, and 0 before any."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
@@ -481,7 +479,7 @@ def test_memory_that_workers_leak_is_summed_by_role(tmp_path: Path) -> None:
         assert [sample(http, name % memory) for memory in ("kv", "arena")] == [(1 << 40) + 512, 4096]
 
 
-def test_every_call_and_every_end_is_a_line_of_the_log(guarded: Served) -> None:
+def test_accepted_rejected_and_ended_requests_are_logged(guarded: Served) -> None:
     with capture_logs([merge_contextvars]) as logs, as_(guarded, "key-a") as http:
         named = {"x-request-id": "mine-7"}
         asked = ASKED | {"prompt": "a very secret circle", "metadata": {"job": "secret"}}
@@ -506,7 +504,7 @@ def test_every_call_and_every_end_is_a_line_of_the_log(guarded: Served) -> None:
     assert not any(word in str(logs) for word in ("secret", "circle", "key-a"))
 
 
-def test_the_schema_names_what_may_be_sent(http: httpx2.Client) -> None:
+def test_openapi_schema_lists_image_request_parameters(http: httpx2.Client) -> None:
     operation = http.get("/openapi.json").json()["paths"]["/v1/images/generations"]["post"]
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
     assert {"prompt", "size", "seed", "num_inference_steps"} <= set(schema["properties"])

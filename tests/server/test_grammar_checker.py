@@ -50,7 +50,7 @@ def grammar(text: str) -> bytes:
     return pack_grammar(Grammar("regex", text), "x")
 
 
-async def test_what_came_of_a_grammar_is_known_afterwards(trial: GrammarChecker, tried: Tried) -> None:
+async def test_grammar_check_results_are_cached(trial: GrammarChecker, tried: Tried) -> None:
     tried.may.set()
     for param in ("response_format", "tools"):
         with pytest.raises(InvalidParameter, match=f"{param} cannot be enforced: it is bad") as refused:
@@ -60,7 +60,7 @@ async def test_what_came_of_a_grammar_is_known_afterwards(trial: GrammarChecker,
     assert tried.asked == [grammar("bad"), grammar("good")]
 
 
-async def test_who_waits_is_counted_and_few_are_tried_at_once(
+async def test_waiting_grammar_checks_are_counted_and_limited_in_parallel(
     trial: GrammarChecker, tried: Tried, metrics: Metrics
 ) -> None:
     waiting = [asyncio.create_task(trial.choose([grammar(f"g{number}")], "tools")) for number in range(5)]
@@ -72,7 +72,9 @@ async def test_who_waits_is_counted_and_few_are_tried_at_once(
     assert metrics.grammars == 0 and len(tried.asked) == 5
 
 
-async def test_the_first_that_can_be_used_is_chosen(trial: GrammarChecker, tried: Tried) -> None:
+async def test_first_usable_grammar_is_chosen_if_none_before_is_unsatisfiable(
+    trial: GrammarChecker, tried: Tried
+) -> None:
     """But not behind one that nothing matches: a looser one would let pass what is forbidden."""
     tried.may.set()
     assert await trial.choose([grammar("bad"), grammar("good"), grammar("better")], "tools") == grammar("good")
@@ -83,7 +85,9 @@ async def test_the_first_that_can_be_used_is_chosen(trial: GrammarChecker, tried
     assert tried.asked == [grammar(text) for text in ("bad", "good", "bad too", "never")]
 
 
-async def test_only_some_are_remembered(trial: GrammarChecker, tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammar_check_cache_is_bounded(
+    trial: GrammarChecker, tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat_formats, "MAX_CACHED_GRAMMARS", 2)
     tried.may.set()
     for text in ("a", "b", "a", "c", "a", "b"):
@@ -91,7 +95,9 @@ async def test_only_some_are_remembered(trial: GrammarChecker, tried: Tried, mon
     assert tried.asked == [grammar(text) for text in "abcb"]
 
 
-async def test_a_trial_that_cannot_be_made_is_made_again(trial: GrammarChecker, tried: Tried, metrics: Metrics) -> None:
+async def test_grammar_check_is_repeated_after_a_transient_error(
+    trial: GrammarChecker, tried: Tried, metrics: Metrics
+) -> None:
     tried.may.set()
     tried.fails = True
     with pytest.raises(TransientError):

@@ -67,7 +67,7 @@ def by_schema(schema: object, **about: Any) -> dict[str, Any]:
 @example({"type": "string", "pattern": "\ud800"}, True)
 @example({"pattern": "(a{1,9999}){1,9999}"}, True)
 @example({"properties": {f"p{n}": {"$ref": "#"} for n in range(300)}}, True)
-def test_a_schema_is_accepted_or_refused_in_a_sentence(port: int, schema: Any, strict: Any) -> None:
+def test_arbitrary_json_schema_is_accepted_or_returns_400(port: int, schema: Any, strict: Any) -> None:
     held(port, "response_format", **by_schema(schema, strict=strict))
 
 
@@ -82,7 +82,7 @@ def test_a_schema_is_accepted_or_refused_in_a_sentence(port: int, schema: Any, s
 @example("grammar", 'start: %json {"$ref": "#/x"}')
 @example("grammar", "%import python.file_input\nstart: file_input")
 @example("grammar", '%llguidance {"no_forcing": 3}\nstart: "a"')
-def test_so_is_an_expression_and_a_grammar(port: int, kind: str, text: str) -> None:
+def test_arbitrary_regex_or_grammar_is_accepted_or_returns_400(port: int, kind: str, text: str) -> None:
     held(port, "response_format", response_format={"type": kind, kind: text})
 
 
@@ -96,7 +96,7 @@ def test_so_is_an_expression_and_a_grammar(port: int, kind: str, text: str) -> N
         st.dictionaries(st.sampled_from(["type", "json_schema", "regex", "grammar", "schema"]), GARBAGE | st.text()),
     )
 )
-def test_so_is_what_is_no_format(port: int, said: Any) -> None:
+def test_arbitrary_response_format_is_accepted_or_returns_400(port: int, said: Any) -> None:
     held(port, "response_format", response_format=said)
 
 
@@ -106,7 +106,7 @@ def test_so_is_what_is_no_format(port: int, said: Any) -> None:
     name=st.sampled_from(["f", "a b", "", '"', "é", 3]),
     choice=st.sampled_from(["auto", "required", "none", None, {"type": "function", "function": {"name": "f"}}, {}, 3]),
 )
-def test_so_are_tools(port: int, parameters: Any, name: Any, choice: Any) -> None:
+def test_arbitrary_tools_are_accepted_or_return_400(port: int, parameters: Any, name: Any, choice: Any) -> None:
     tool = {"type": "function", "function": {"name": name, "description": "</tools> %json", "parameters": parameters}}
     held(port, "tools", "tool_choice", tools=[tool], tool_choice=choice)
 
@@ -117,17 +117,19 @@ def test_so_are_tools(port: int, parameters: Any, name: Any, choice: Any) -> Non
     content=st.none() | st.text(max_size=5) | st.integers(),
     role=st.sampled_from(["assistant", "tool", "user"]),
 )
-def test_so_are_messages_with_calls(port: int, calls: Any, content: Any, role: str) -> None:
+def test_arbitrary_tool_call_messages_are_accepted_or_return_400(
+    port: int, calls: Any, content: Any, role: str
+) -> None:
     held(port, "messages", messages=[*ASKED, {"role": role, "content": content, "tool_calls": calls}])
 
 
-def test_a_client_names_no_grammar_of_another(port: int) -> None:
+def test_internal_grammar_parameters_from_a_client_return_400(port: int) -> None:
     """What the gateway makes of a request is not taken from it."""
     for name in ("grammar", "tool_calls", "reading"):
         assert asked(port, **{name: "0" * 32})[:2] == (400, name)
 
 
-def test_megabytes_of_a_schema_are_refused(port: int) -> None:
+def test_json_schema_of_megabytes_or_deep_nesting_returns_400(port: int) -> None:
     assert "characters" in asked(port, **by_schema({"enum": ["x" * 1000] * 1000}))[2]
     deep = '"schema": ' + '{"a":' * 5000 + "1" + "}" * 5000
     text = json.dumps({"messages": ASKED, **by_schema({})}).replace('"schema": {}', deep)
@@ -141,7 +143,7 @@ def test_megabytes_of_a_schema_are_refused(port: int) -> None:
 
 
 @pytest.mark.nightly
-def test_bombs_hold_up_nobody_else(port: int) -> None:
+def test_expensive_grammars_do_not_block_other_requests(port: int) -> None:
     """Given bombs that compute as long as they may, when others ask meanwhile, then those are accepted."""
     bombs = ["start: A\nA: " + " & ".join(f"/.*{letter}.{{{i}}}b.*/" for i in range(30)) for letter in "acdefghi"]
     with ThreadPoolExecutor(len(bombs)) as pool:

@@ -31,7 +31,7 @@ def refused(http: httpx2.Client, body: Any, status: int = 400, **headers: str) -
     return dict(error)
 
 
-def test_a_prompt_is_answered_with_its_picture(http: httpx2.Client) -> None:
+def test_image_generation_returns_the_image_as_base64(http: httpx2.Client) -> None:
     reply = http.post(URL, json=ASKED).json()
     assert base64.b64decode(reply["data"][0]["b64_json"]) == picture(5)
     assert (reply["size"], reply["output_format"], reply["data"][0]["seed"]) == ("64x64", "png", 5)
@@ -39,26 +39,26 @@ def test_a_prompt_is_answered_with_its_picture(http: httpx2.Client) -> None:
     assert reply["id"].startswith("req_")
 
 
-def test_several_pictures_have_following_seeds(http: httpx2.Client) -> None:
+def test_images_of_one_request_use_consecutive_seeds(http: httpx2.Client) -> None:
     reply = http.post(URL, json={**ASKED, "n": 3}).json()
     assert [base64.b64decode(one["b64_json"]) for one in reply["data"]] == [picture(5), picture(6), picture(7)]
     assert [one["seed"] for one in reply["data"]] == [5, 6, 7]
 
 
-def test_an_address_leads_to_the_picture(http: httpx2.Client) -> None:
+def test_result_url_returns_the_image(http: httpx2.Client) -> None:
     reply = http.post(URL, json={**ASKED, "response_format": "url", "output_format": "webp"}).json()
     answer = http.get(reply["data"][0]["url"])
     assert answer.headers["content-type"] == "image/webp"
     assert answer.content == picture(5, form="webp")
 
 
-def test_a_missing_seed_is_drawn_and_told(http: httpx2.Client) -> None:
+def test_missing_seed_is_random_and_reported(http: httpx2.Client) -> None:
     asked = {"model": "test/pictures", "prompt": "a"}
     seeds = {http.post(URL, json={**asked, "response_format": "url"}).json()["data"][0]["seed"] for _ in range(3)}
     assert len(seeds) > 1
 
 
-def test_respond_async_is_answered_at_once_with_the_request_object(http: httpx2.Client) -> None:
+def test_respond_async_returns_202_with_the_request_object(http: httpx2.Client) -> None:
     response = http.post(URL, json={"model": IDLE.name, "prompt": "a", "seed": 3}, headers={"prefer": "respond-async"})
     view = response.json()
     assert response.status_code == 202
@@ -97,7 +97,7 @@ def test_respond_async_is_answered_at_once_with_the_request_object(http: httpx2.
         ({"stepps": 3}, "stepps", "did you mean"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_queued(
+def test_invalid_parameters_are_rejected_before_anything_is_queued(
     served: Served, http: httpx2.Client, change: dict[str, Any], param: str, says: str
 ) -> None:
     before = ids(served)
@@ -108,7 +108,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_queued(
     assert ids(served) == before
 
 
-def test_an_unknown_model_has_its_own_code(http: httpx2.Client) -> None:
+def test_unknown_model_returns_404_model_not_found(http: httpx2.Client) -> None:
     for path in (URL, "/v1/videos"):
         response = http.post(path, json={**ASKED, "model": "nope"})
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
@@ -117,7 +117,7 @@ def test_an_unknown_model_has_its_own_code(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("quality", ["low", "medium", "standard", "high", "hd"])
-def test_the_answer_says_which_quality_and_background_were_used(http: httpx2.Client, quality: str) -> None:
+def test_response_reports_the_quality_and_background_used(http: httpx2.Client, quality: str) -> None:
     reply = http.post(URL, json={**ASKED, "quality": quality, "background": "opaque"}).json()
 
     assert (reply["quality"], reply["background"]) == ("auto", "opaque")
@@ -129,18 +129,18 @@ def test_the_answer_says_which_quality_and_background_were_used(http: httpx2.Cli
     [b"", b"{", b"[]", b"null", b"3", b'{"prompt": "a"', b"\xff\xfe", b"[" * 100_000, b'{"n": ' + b"1" * 5000 + b"}"],
     ids=["empty", "cut", "list", "null", "number", "half", "other", "deep", "long"],
 )
-def test_what_is_no_json_object_is_refused(http: httpx2.Client, body: bytes) -> None:
+def test_body_that_is_not_a_json_object_returns_400(http: httpx2.Client, body: bytes) -> None:
     assert refused(http, body)["code"] == "invalid_parameter"
 
 
-def test_a_body_of_another_type_is_refused(http: httpx2.Client) -> None:
+def test_unsupported_content_type_returns_415(http: httpx2.Client) -> None:
     response = http.post(URL, content=json.dumps(ASKED), headers={"content-type": "text/plain"})
     assert response.status_code == 415
     assert "application/json" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x"])
-def test_a_compressed_body_is_told_so(http: httpx2.Client, kind: str) -> None:
+def test_compressed_body_returns_415(http: httpx2.Client, kind: str) -> None:
     headers = {"content-type": kind, "content-encoding": "gzip"}
     response = http.post("/v1/images/edits", content=gzip.compress(json.dumps(ASKED).encode()), headers=headers)
     assert response.status_code == 415
@@ -148,26 +148,26 @@ def test_a_compressed_body_is_told_so(http: httpx2.Client, kind: str) -> None:
     assert response.headers["accept-encoding"] == "identity"
 
 
-def test_a_body_too_large_is_refused(http: httpx2.Client) -> None:
+def test_oversized_body_returns_413(http: httpx2.Client) -> None:
     response = http.post(URL, json={**ASKED, "prompt": "x" * (2 * 1024 * 1024)})
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
 
 
-def test_a_body_without_end_is_not_read_to_it(http: httpx2.Client) -> None:
+def test_chunked_body_over_the_limit_returns_413(http: httpx2.Client) -> None:
     chunks = (b" " * 65536 for _ in range(33))
     response = http.post(URL, content=chunks, headers={"content-type": "application/json"})
     assert response.status_code == 413
 
 
-def test_a_failed_request_is_told_why_and_not_to_be_repeated(http: httpx2.Client) -> None:
+def test_failed_request_returns_the_reason_and_x_should_retry_false(http: httpx2.Client) -> None:
     response = http.post(URL, json={**ASKED, "prompt": BROKEN})
     assert response.status_code == 500
     assert response.headers["x-should-retry"] == "false"
     assert "the circle is broken" in response.json()["error"]["message"]
 
 
-def test_a_cancelled_request_ends_who_waits_for_it(served: Served, http: httpx2.Client) -> None:
+def test_call_that_joins_a_cancelled_request_returns_409(served: Served, http: httpx2.Client) -> None:
     key = {"idempotency-key": "cancelled while waited for"}
     asked = {"model": IDLE.name, "prompt": "a"}
     view = http.post(URL, json=asked, headers={**key, "prefer": "respond-async"}).json()
@@ -178,7 +178,7 @@ def test_a_cancelled_request_ends_who_waits_for_it(served: Served, http: httpx2.
     assert response.json()["error"]["code"] == "cancelled"
 
 
-def test_a_client_that_leaves_cancels_nothing(served: Served, http: httpx2.Client) -> None:
+def test_client_disconnect_does_not_cancel_the_request(served: Served, http: httpx2.Client) -> None:
     before = ids(served)
     with served.held():
         with pytest.raises(httpx2.ReadTimeout):
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_cancels_nothing(served: Served, http: httpx2.Clien
     assert http.get(f"/v1/requests/{left}").json()["status"] == "completed"
 
 
-def test_the_same_key_and_body_join_the_first(served: Served, http: httpx2.Client) -> None:
+def test_same_idempotency_key_and_body_return_the_first_request(served: Served, http: httpx2.Client) -> None:
     key = {"idempotency-key": "join me"}
     asked = {"prompt": "a", "model": "test/pictures"}
     first = http.post(URL, json=asked, headers=key).json()
@@ -198,7 +198,7 @@ def test_the_same_key_and_body_join_the_first(served: Served, http: httpx2.Clien
     assert ids(served) == before
 
 
-def test_the_same_key_with_another_body_is_a_conflict_that_is_not_repeated(http: httpx2.Client) -> None:
+def test_idempotency_key_with_another_body_returns_409(http: httpx2.Client) -> None:
     key = {"idempotency-key": "two bodies"}
     assert http.post(URL, json=ASKED, headers=key).status_code == 200
     response = http.post(URL, json={**ASKED, "seed": 6}, headers=key)
@@ -207,13 +207,13 @@ def test_the_same_key_with_another_body_is_a_conflict_that_is_not_repeated(http:
     assert response.json()["error"]["code"] == "idempotency_conflict"
 
 
-def test_a_key_too_long_is_refused(http: httpx2.Client) -> None:
+def test_overlong_idempotency_key_returns_400(http: httpx2.Client) -> None:
     assert refused(http, ASKED, **{"idempotency-key": "x" * 256})["param"] == "Idempotency-Key"
 
 
 @pytest.mark.row("C2")
 @pytest.mark.parametrize("count", ["0", "1", "2"])
-def test_the_same_body_twice_is_two_requests(http: httpx2.Client, count: str) -> None:
+def test_same_body_without_idempotency_key_creates_two_requests(http: httpx2.Client, count: str) -> None:
     asked = {"model": "test/pictures", "prompt": "asked for twice"}
     replies = [http.post(URL, json=asked, headers={"x-stainless-retry-count": count}).json() for _ in range(2)]
     assert replies[0]["id"] != replies[1]["id"]

@@ -32,7 +32,7 @@ def refused(answer: httpx2.Response, status: int, code: str) -> str:
     return str(answer.json()["error"]["message"])
 
 
-def test_a_tenant_at_its_limit_is_told_and_holds_up_no_other(tmp_path: Path) -> None:
+def test_tenant_over_its_concurrency_limit_gets_429_others_do_not(tmp_path: Path) -> None:
     with (
         serve(tmp_path, keys=["ada a concurrent=2", "ada a2 concurrent=2", "bob b"]) as served,
         as_(served, "a") as ada,
@@ -50,7 +50,7 @@ def test_a_tenant_at_its_limit_is_told_and_holds_up_no_other(tmp_path: Path) -> 
         refused(asked(ada), 429, "rate_limit_exceeded")
 
 
-def test_a_rate_counts_what_is_accepted(tmp_path: Path) -> None:
+def test_rate_limit_counts_only_accepted_requests(tmp_path: Path) -> None:
     with (
         serve(tmp_path, keys=["ada a rate=2/h", "bob b"]) as served,
         as_(served, "a") as ada,
@@ -76,7 +76,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.mark.slow
-def test_gateways_over_one_redis_hold_one_limit(tmp_path: Path, redis: RedisServer) -> None:
+def test_gateways_sharing_redis_enforce_one_limit(tmp_path: Path, redis: RedisServer) -> None:
     keys = ["ada a concurrent=3", "bob b rate=3/h"]
     with serve(tmp_path, keys=keys, queue=redis.url) as one, serve(tmp_path, keys=keys, queue=redis.url) as two:
         for key in "ab":
@@ -86,7 +86,7 @@ def test_gateways_over_one_redis_hold_one_limit(tmp_path: Path, redis: RedisServ
                     refused(asked(http), 429, "rate_limit_exceeded")
 
 
-def test_a_key_sees_and_uses_its_own_models_alone(tmp_path: Path) -> None:
+def test_api_key_is_restricted_to_its_models(tmp_path: Path) -> None:
     keys = [f"ada a models={PICTURES.name}", "bob b", "cy c models=elsewhere"]
     with (
         serve(tmp_path, keys=keys, cards=(PICTURES, MOVING)) as served,
@@ -106,7 +106,7 @@ def test_a_key_sees_and_uses_its_own_models_alone(tmp_path: Path) -> None:
         assert left_out.json()["model"] == PICTURES.name
 
 
-def test_a_key_that_only_reads_asks_for_nothing(tmp_path: Path) -> None:
+def test_read_only_key_gets_403_for_writes(tmp_path: Path) -> None:
     with serve(tmp_path, keys=["ada a", "ada r read=yes"]) as served, as_(served, "a") as ada, as_(served, "r") as http:
         request = asked(ada).json()["id"]
         assert [one["id"] for one in http.get("/v1/requests").json()["data"]] == [request]
@@ -116,7 +116,7 @@ def test_a_key_that_only_reads_asks_for_nothing(tmp_path: Path) -> None:
         refused(http.post(f"/v1/dead/{request}/retry"), 403, "read_only")
 
 
-def test_calls_of_a_withdrawn_key_end_and_its_requests_go_on(tmp_path: Path) -> None:
+def test_revoked_key_ends_open_calls_but_not_its_requests(tmp_path: Path) -> None:
     file = written(tmp_path, "ada a", "ada a2", "bob b")
     ends: dict[str, Any] = {}
 
@@ -161,7 +161,7 @@ def test_calls_of_a_withdrawn_key_end_and_its_requests_go_on(tmp_path: Path) -> 
         assert ends["other"][0] == 200
 
 
-def test_a_video_that_is_streamed_to_a_withdrawn_key_breaks_off(tmp_path: Path) -> None:
+def test_revoked_key_aborts_its_video_stream(tmp_path: Path) -> None:
     """Given a stream that has begun, when its key is removed, then it has no proper end: nobody takes it for whole."""
     file = written(tmp_path, "ada a", "bob b")
     with serve(tmp_path / "results", keys=file) as served, as_(served, "a") as ada:

@@ -56,7 +56,7 @@ def code(answer: httpx2.Response) -> tuple[int, str]:
 
 
 @pytest.mark.row("P25", "K9")
-def test_a_link_opens_its_result_without_a_key(http: httpx2.Client) -> None:
+def test_signed_link_opens_its_result_without_a_key(http: httpx2.Client) -> None:
     for index, link in enumerate(links(http)):
         answer = http.get(link)
         assert (answer.status_code, answer.content) == (200, picture(5 + index))
@@ -66,14 +66,14 @@ def test_a_link_opens_its_result_without_a_key(http: httpx2.Client) -> None:
         assert http.get(link, headers={"authorization": "Bearer wrong"}).status_code == 200
 
 
-def test_a_link_opens_with_another_tenant_s_key_too(http: httpx2.Client) -> None:
+def test_signed_link_works_with_the_key_of_another_tenant(http: httpx2.Client) -> None:
     link = links(http)[0]
     assert http.get(link, headers=BERT).content == picture(5)
     forged = link.replace("signature=", "signature=x")
     assert (http.get(forged, headers=ANNA).status_code, http.get(forged, headers=BERT).status_code) == (200, 404)
 
 
-def test_links_of_the_request_object_open_too(http: httpx2.Client) -> None:
+def test_links_in_the_request_object_open_without_a_key(http: httpx2.Client) -> None:
     id = urlsplit(links(http)[0]).path.split("/")[3]
     for path in (f"/v1/requests/{id}", "/v1/requests?limit=1"):
         told = http.get(path, headers=ANNA).json()
@@ -81,7 +81,7 @@ def test_links_of_the_request_object_open_too(http: httpx2.Client) -> None:
         assert http.get(first["url"]).content == picture(5)
 
 
-def test_a_link_opens_nothing_else(http: httpx2.Client) -> None:
+def test_signed_link_opens_no_other_path_or_method(http: httpx2.Client) -> None:
     first, second = (urlsplit(link) for link in links(http))
     (other, _) = (urlsplit(link) for link in links(http, seed=6))
     request = first.path.rpartition("/result/")[0]
@@ -108,19 +108,19 @@ def test_a_link_opens_nothing_else(http: httpx2.Client) -> None:
         (r"signature=", "signature=é"),
     ],
 )
-def test_a_link_that_was_changed_opens_nothing(http: httpx2.Client, pattern: str, replacement: str) -> None:
+def test_modified_link_returns_403(http: httpx2.Client, pattern: str, replacement: str) -> None:
     forged = re.sub(pattern, replacement, links(http)[0])
     assert code(http.get(forged)) == (403, "invalid_link")
 
 
-def test_a_link_without_its_signature_needs_a_key(http: httpx2.Client) -> None:
+def test_link_without_signature_needs_an_api_key(http: httpx2.Client) -> None:
     address = links(http)[0].partition("?")[0]
     assert code(http.get(address)) == (401, "invalid_api_key")
     assert http.get(address, headers=ANNA).status_code == 200
     assert http.get(address, headers=BERT).status_code == 404
 
 
-def test_a_link_ends_after_an_hour_of_the_server_s_clock(
+def test_signed_link_expires_after_its_ttl_by_the_server_clock(
     keyed: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, now = links(http)[0], keyed.scheduler.clock.wall()
@@ -134,14 +134,14 @@ def test_a_link_ends_after_an_hour_of_the_server_s_clock(
     assert http.get(link).status_code == 200
 
 
-def test_a_link_of_a_request_that_is_forgotten_is_404(keyed: Served, http: httpx2.Client) -> None:
+def test_link_of_a_deleted_request_returns_404(keyed: Served, http: httpx2.Client) -> None:
     link = links(http)[0]
     (id,) = re.findall(r"requests/(req_\w+)/", link)
     keyed.run(keyed.queue.drop(id))
     assert code(http.get(link)) == (404, "not_found")
 
 
-def test_links_of_webhooks_open_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webhook_links_are_valid_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = Receiver()
     try:
         with (
@@ -161,14 +161,14 @@ def test_links_of_webhooks_open_for_a_day(tmp_path: Path, monkeypatch: pytest.Mo
         receiver.close()
 
 
-def test_without_keys_links_are_plain(tmp_path: Path) -> None:
+def test_links_are_unsigned_without_api_keys(tmp_path: Path) -> None:
     with serve(tmp_path) as served, httpx2.Client(base_url=served.url, timeout=600, trust_env=False) as open_to_all:
         (first, _) = links(open_to_all)
         assert urlsplit(first).query == ""
         assert open_to_all.get(first).content == picture(5)
 
 
-def test_gateways_of_one_queue_accept_each_other_s_links(redis: RedisServer, tmp_path: Path) -> None:
+def test_gateways_of_one_queue_accept_each_others_links(redis: RedisServer, tmp_path: Path) -> None:
     with (
         serve(tmp_path, keys=KEYS, queue=redis.url) as near,
         serve(tmp_path, keys=KEYS, queue=redis.url, works=False) as far,
@@ -180,7 +180,7 @@ def test_gateways_of_one_queue_accept_each_other_s_links(redis: RedisServer, tmp
 
 
 @pytest.mark.parametrize("url", ["https://pictures.example", "http://example.com:8080/a/b"])
-def test_links_begin_with_the_public_address(tmp_path: Path, url: str) -> None:
+def test_links_start_with_the_public_url(tmp_path: Path, url: str) -> None:
     """Given a proxy that takes a prefix away, then what is behind it in a link opens here."""
     with (
         serve(tmp_path, keys=KEYS, public_url=url) as served,
@@ -202,7 +202,7 @@ def test_links_begin_with_the_public_address(tmp_path: Path, url: str) -> None:
         ("http://[::1]:8000/x/", "http://[::1]:8000/x"),
     ],
 )
-def test_a_public_url_is_taken_without_its_last_slash(given: str, base: str) -> None:
+def test_trailing_slash_of_public_url_is_removed(given: str, base: str) -> None:
     assert parse_public_url(given) == base
 
 
@@ -226,6 +226,6 @@ def test_a_public_url_is_taken_without_its_last_slash(given: str, base: str) -> 
         "https://a.example/<x>",
     ],
 )
-def test_what_is_no_address_is_refused_at_the_start(url: str) -> None:
+def test_invalid_public_url_raises_usage_error(url: str) -> None:
     with pytest.raises(UsageError, match="--public-url"):
         parse_public_url(url)

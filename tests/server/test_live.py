@@ -165,7 +165,9 @@ def no_error_is_logged(caplog: pytest.LogCaptureFixture) -> bool:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_frames_are_read_as_they_are_made(served: Served, http: httpx2.Client, decoder: Decoder) -> None:
+def test_video_fragments_are_streamed_as_they_are_decoded(
+    served: Served, http: httpx2.Client, decoder: Decoder
+) -> None:
     with live(http, decoder.id) as response:
         reader = Reader(response)
         for step, part in enumerate(PARTS, 1):
@@ -179,7 +181,7 @@ def test_frames_are_read_as_they_are_made(served: Served, http: httpx2.Client, d
     assert let_go(served, decoder.id)
 
 
-def test_afterwards_the_stream_is_the_same_and_the_file_as_always(http: httpx2.Client, decoder: Decoder) -> None:
+def test_completed_video_has_the_same_stream_and_an_ordinary_file(http: httpx2.Client, decoder: Decoder) -> None:
     decoder.makes(1, PARTS[0])
     decoder.finishes()
     with live(http, decoder.id) as response:
@@ -191,7 +193,7 @@ def test_afterwards_the_stream_is_the_same_and_the_file_as_always(http: httpx2.C
     assert http.get(f"{URL}/{decoder.id}/content?stream=0").content == FILE
 
 
-def test_who_comes_in_the_middle_gets_all_from_the_beginning(http: httpx2.Client, decoder: Decoder) -> None:
+def test_late_reader_gets_the_stream_from_the_beginning(http: httpx2.Client, decoder: Decoder) -> None:
     for step in (1, 2, 3):
         decoder.makes(step, PARTS[step - 1])
     with live(http, decoder.id) as response:
@@ -201,7 +203,7 @@ def test_who_comes_in_the_middle_gets_all_from_the_beginning(http: httpx2.Client
         assert reader.rest() == STREAM
 
 
-def test_one_event_tells_of_all_parts_before_it(http: httpx2.Client, decoder: Decoder) -> None:
+def test_one_event_announces_all_earlier_fragments(http: httpx2.Client, decoder: Decoder) -> None:
     with live(http, decoder.id) as response:
         reader = Reader(response)
         decoder.makes(1, PARTS[0], tells=False)
@@ -212,7 +214,7 @@ def test_one_event_tells_of_all_parts_before_it(http: httpx2.Client, decoder: De
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
-def test_another_attempt_goes_on_where_the_first_one_died(http: httpx2.Client, decoder: Decoder, sent: int) -> None:
+def test_stream_continues_in_the_next_attempt_after_a_crash(http: httpx2.Client, decoder: Decoder, sent: int) -> None:
     with live(http, decoder.id) as response:
         reader = Reader(response)
         for step in range(1, sent + 1):
@@ -227,7 +229,7 @@ def test_another_attempt_goes_on_where_the_first_one_died(http: httpx2.Client, d
         assert reader.rest() == STREAM
 
 
-def test_another_attempt_that_makes_other_bytes_ends_the_stream_and_the_file_is_right(
+def test_retry_with_other_bytes_aborts_the_stream_but_not_the_file(
     served: Served, http: httpx2.Client, decoder: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     with live(http, decoder.id) as response:
@@ -246,7 +248,7 @@ def test_another_attempt_that_makes_other_bytes_ends_the_stream_and_the_file_is_
     assert let_go(served, decoder.id)
 
 
-def test_a_file_that_does_not_begin_with_what_was_sent_ends_the_stream(http: httpx2.Client, decoder: Decoder) -> None:
+def test_stream_is_aborted_if_the_file_does_not_start_with_sent_bytes(http: httpx2.Client, decoder: Decoder) -> None:
     with live(http, decoder.id) as response:
         reader = Reader(response)
         decoder.makes(1, PARTS[0])
@@ -257,7 +259,7 @@ def test_a_file_that_does_not_begin_with_what_was_sent_ends_the_stream(http: htt
         assert reader.has == PARTS[0]
 
 
-def test_a_file_that_is_shorter_than_what_was_sent_ends_the_stream(http: httpx2.Client, decoder: Decoder) -> None:
+def test_stream_is_aborted_if_the_file_is_shorter_than_sent_bytes(http: httpx2.Client, decoder: Decoder) -> None:
     _, short = filmed(scene()[:3])
     with live(http, decoder.id) as response:
         reader = Reader(response)
@@ -270,7 +272,7 @@ def test_a_file_that_is_shorter_than_what_was_sent_ends_the_stream(http: httpx2.
 
 @pytest.mark.parametrize("end", ["cancelled", "failed", "deleted"])
 @pytest.mark.parametrize("parts", [0, 2])
-def test_a_request_that_ends_badly_ends_the_stream_and_leaves_nothing(
+def test_unsuccessful_request_aborts_the_stream_and_deletes_fragments(
     served: Served, http: httpx2.Client, decoder: Decoder, end: str, parts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with live(http, decoder.id) as response:
@@ -291,7 +293,7 @@ def test_a_request_that_ends_badly_ends_the_stream_and_leaves_nothing(
     assert answer.status_code == (404 if end == "deleted" else 409)
 
 
-def test_a_file_that_was_written_too_late_is_not_sent(served: Served, http: httpx2.Client, decoder: Decoder) -> None:
+def test_file_of_a_cancelled_request_is_not_streamed(served: Served, http: httpx2.Client, decoder: Decoder) -> None:
     with live(http, decoder.id) as response:
         reader = Reader(response)
         decoder.makes(1, PARTS[0])
@@ -302,7 +304,7 @@ def test_a_file_that_was_written_too_late_is_not_sent(served: Served, http: http
         assert reader.has == PARTS[0]
 
 
-def test_a_dead_letter_keeps_no_parts(served: Served, http: httpx2.Client, decoder: Decoder) -> None:
+def test_fragments_of_a_dead_letter_are_deleted(served: Served, http: httpx2.Client, decoder: Decoder) -> None:
     for _ in range(2):
         decoder.makes(1, PARTS[0])
         failed = TaskFailed(decoder.lease.claim, "crash", "killed")
@@ -315,7 +317,9 @@ def test_a_dead_letter_keeps_no_parts(served: Served, http: httpx2.Client, decod
     http.delete(f"/v1/dead/{decoder.id}")
 
 
-def test_who_leaves_disturbs_nobody(served: Served, http: httpx2.Client, decoder: Decoder) -> None:
+def test_disconnected_reader_does_not_affect_other_readers(
+    served: Served, http: httpx2.Client, decoder: Decoder
+) -> None:
     with live(http, decoder.id) as staying:
         reader = Reader(staying)
         with live(http, decoder.id) as leaving:
@@ -328,7 +332,7 @@ def test_who_leaves_disturbs_nobody(served: Served, http: httpx2.Client, decoder
     assert http.get("/health").status_code == 200
 
 
-def test_a_slow_reader_holds_nobody_up_and_gets_the_rest_from_the_file(
+def test_slow_reader_blocks_nobody_and_gets_the_rest_from_the_file(
     served: Served, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sockets hold less than these parts together: some are gone before they are asked for."""
@@ -351,7 +355,7 @@ def test_a_slow_reader_holds_nobody_up_and_gets_the_rest_from_the_file(
     assert 0 < had[0] < len(parts)
 
 
-def test_a_part_that_is_missing_is_made_up_for_by_the_file(
+def test_missing_fragment_is_replaced_by_bytes_of_the_finished_file(
     served: Served, http: httpx2.Client, decoder: Decoder
 ) -> None:
     with live(http, decoder.id) as response:
@@ -364,7 +368,7 @@ def test_a_part_that_is_missing_is_made_up_for_by_the_file(
         assert reader.rest() == STREAM
 
 
-def test_what_is_no_video_file_is_refused_at_once(http: httpx2.Client, decoder: Decoder) -> None:
+def test_stream_of_a_result_that_is_no_video_returns_400(http: httpx2.Client, decoder: Decoder) -> None:
     frames = http.post(URL, json={**ASKED, "output_format": "png"}).json()["id"]
     for id, query in ((frames, "stream=1"), (decoder.id, "stream=1&variant=thumbnail"), (decoder.id, "stream=maybe")):
         answer = http.get(f"{URL}/{id}/content?{query}")
@@ -374,7 +378,7 @@ def test_what_is_no_video_file_is_refused_at_once(http: httpx2.Client, decoder: 
         http.post(f"/v1/requests/{id}/cancel")
 
 
-def test_a_server_that_stops_ends_its_streams(tmp_path: Path) -> None:
+def test_server_shutdown_aborts_video_streams(tmp_path: Path) -> None:
     with serve(tmp_path, idle=False, works=False) as served:
         served.run(served.queue.register(WORKER, (PICTURES,)))
         with httpx2.Client(base_url=served.url, timeout=600, trust_env=False) as http:
@@ -435,7 +439,7 @@ MOVES = st.sampled_from(["makes", "makes", "tells", "tells late", "loses", "dies
 
 @given(moves=st.lists(MOVES, max_size=25), ends=st.booleans(), strays=st.sets(st.integers(1, 4), max_size=1))
 @settings(max_examples=examples(100), deadline=None)
-def test_whatever_happens_a_client_gets_one_stream_and_an_error_unless_it_is_whole(
+def test_stream_is_complete_or_aborted_under_any_sequence_of_events(
     moves: Sequence[str], ends: bool, strays: set[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Given attempts that die, parts that are lost, events that come late or never, and attempts that make others."""

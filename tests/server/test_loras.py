@@ -51,7 +51,7 @@ def error_of(reply: httpx2.Response) -> dict[str, Any]:
     return found
 
 
-def test_a_request_keeps_the_name_the_content_and_the_scale(served: Served, http: httpx2.Client, folder: Path) -> None:
+def test_request_stores_lora_name_content_id_and_scale(served: Served, http: httpx2.Client, folder: Path) -> None:
     plain = params_of(served, ask(http, lora="ink"))
     scaled = params_of(served, ask(http, lora="oil", lora_scale=-0.5))
     none = params_of(served, ask(http, lora=None))
@@ -63,7 +63,7 @@ def test_a_request_keeps_the_name_the_content_and_the_scale(served: Served, http
 
 
 @pytest.mark.row("K1")
-def test_an_adapter_with_other_bytes_is_another_whatever_its_times_say(tmp_path: Path) -> None:
+def test_lora_id_changes_with_the_content_despite_an_equal_mtime(tmp_path: Path) -> None:
     file, loras = tmp_path / "ink.safetensors", AdapterFolder(str(tmp_path))
     file.write_bytes(b"one")
     before, times = loras.id_of("ink"), file.stat()
@@ -84,7 +84,7 @@ def test_an_adapter_with_other_bytes_is_another_whatever_its_times_say(tmp_path:
         ["ink,oil:-0.50"],
     ],
 )
-def test_several_are_kept_in_their_order_each_with_its_scale(
+def test_several_loras_are_stored_in_order_with_their_scales(
     asked: object, served: Served, http: httpx2.Client, folder: Path
 ) -> None:
     loras = AdapterFolder(str(folder))
@@ -94,14 +94,14 @@ def test_several_are_kept_in_their_order_each_with_its_scale(
     assert kept["lora_scale"] == 2
 
 
-def test_one_file_by_two_names_is_refused(http: httpx2.Client, folder: Path) -> None:
+def test_two_lora_names_with_equal_content_return_400(http: httpx2.Client, folder: Path) -> None:
     (folder / "twin.safetensors").write_bytes((folder / "ink.safetensors").read_bytes())
     message = error_of(ask(http, lora="ink,twin"))["message"]
     (folder / "twin.safetensors").unlink()
     assert "'ink' and 'twin' are equal" in message
 
 
-def test_another_content_under_the_name_is_another_adapter(served: Served, http: httpx2.Client, folder: Path) -> None:
+def test_replaced_lora_file_gets_a_new_lora_id(served: Served, http: httpx2.Client, folder: Path) -> None:
     (folder / "new.safetensors").write_bytes(b"one")
     first = params_of(served, ask(http, lora="new"))
     (folder / "new.safetensors").write_bytes(b"two")
@@ -112,7 +112,7 @@ def test_another_content_under_the_name_is_another_adapter(served: Served, http:
     assert "lora 'new' does not exist" in error_of(ask(http, lora="new"))["message"]
 
 
-def test_videos_take_one_too(served: Served, http: httpx2.Client) -> None:
+def test_video_requests_accept_a_lora(served: Served, http: httpx2.Client) -> None:
     body = {"model": ADAPTED.name, "prompt": "a red circle", "lora": "ink", "lora_scale": "0.5"}
     made = http.post("/v1/videos", json=body, headers=ASYNC)
 
@@ -148,7 +148,7 @@ def test_videos_take_one_too(served: Served, http: httpx2.Client) -> None:
         ({"lora": "ink", "model": STILL.name}, "lora", "does not support LoRA adapters"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_what_can(
+def test_invalid_lora_returns_400_with_the_valid_choices(
     given: dict[str, Any], param: str, says: str, http: httpx2.Client
 ) -> None:
     error = error_of(ask(http, **given))
@@ -156,13 +156,13 @@ def test_what_cannot_be_had_is_refused_with_what_can(
     assert says in error["message"]
 
 
-def test_models_that_take_adapters_list_them(http: httpx2.Client) -> None:
+def test_models_endpoint_lists_lora_adapters(http: httpx2.Client) -> None:
     listed = {model["id"]: model["loras"] for model in http.get("/v1/models").json()["data"]}
     assert listed == {ADAPTED.name: ["ink", "oil"], STILL.name: []}
     assert http.get(f"/v1/models/{ADAPTED.name}").json()["loras"] == ["ink", "oil"]
 
 
-def test_a_server_without_a_folder_says_which_flag_is_missing(tmp_path: Path) -> None:
+def test_lora_without_an_adapter_folder_returns_400_naming_the_flag(tmp_path: Path) -> None:
     with (
         serve(tmp_path, cards=(ADAPTED,), idle=False) as bare,
         httpx2.Client(base_url=bare.url, timeout=600, trust_env=False) as http,

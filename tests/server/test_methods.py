@@ -37,7 +37,7 @@ def paths(http: httpx2.Client) -> dict[str, Any]:
 
 
 @pytest.mark.row("P35", "P37", "C55")
-def test_head_is_get_without_a_body_on_every_path(http: httpx2.Client, made: dict[str, str]) -> None:
+def test_head_returns_the_headers_of_get_on_every_path(http: httpx2.Client, made: dict[str, str]) -> None:
     described = [path for path, methods in paths(http).items() if "get" in methods]
     assert len(described) > 12
     for path in [*described, "/docs", "/openapi.json", "/static-offline-docs/swagger-ui.css", "/nowhere"]:
@@ -55,7 +55,7 @@ def test_head_is_get_without_a_body_on_every_path(http: httpx2.Client, made: dic
 
 
 @pytest.mark.parametrize("stream", ["/v1/requests/{id}/events", "/v1/videos/{video}/content?stream=1"])
-def test_head_of_a_stream_returns_at_once_while_it_is_made(served: Served, http: httpx2.Client, stream: str) -> None:
+def test_head_of_a_running_stream_returns_at_once(served: Served, http: httpx2.Client, stream: str) -> None:
     with served.held():
         video = http.post("/v1/videos", json=VIDEO).json()["id"]
         head = http.head(stream.format(id=video, video=video))
@@ -65,7 +65,7 @@ def test_head_of_a_stream_returns_at_once_while_it_is_made(served: Served, http:
     served.next_event(video, "completed")
 
 
-def test_every_path_is_asked_for_by_some_test(http: httpx2.Client) -> None:
+def test_every_api_path_is_called_by_some_test(http: httpx2.Client) -> None:
     """Named with any value for its parameters, in another file than this one, which goes through all."""
     text = "".join(file.read_text() for file in TESTS.rglob("test_*.py") if file != Path(__file__))
     for path in paths(http):
@@ -73,7 +73,7 @@ def test_every_path_is_asked_for_by_some_test(http: httpx2.Client) -> None:
         assert re.search(named, text), path
 
 
-def test_every_call_that_a_page_names_is_described(http: httpx2.Client) -> None:
+def test_every_call_in_the_docs_is_in_the_openapi_schema(http: httpx2.Client) -> None:
     """As in `GET /v1/requests/{id}`, or `/v1/pools`; a parameter may have any name."""
     described = {
         re.sub(r"{[^}]*}", "[^ ]+", path): {name.upper() for name in methods} for path, methods in paths(http).items()
@@ -85,11 +85,11 @@ def test_every_call_that_a_page_names_is_described(http: httpx2.Client) -> None:
             assert any(not method or method in methods for methods in allowed), f"{page.name}: {method} {path}"
 
 
-def test_head_of_what_has_no_get_is_405(http: httpx2.Client) -> None:
+def test_head_of_a_path_without_get_returns_405(http: httpx2.Client) -> None:
     assert http.head("/v1/images/generations").status_code == 405
 
 
-def test_openapi_lists_no_head(http: httpx2.Client) -> None:
+def test_openapi_lists_no_head_or_options(http: httpx2.Client) -> None:
     assert not [path for path, methods in paths(http).items() if methods.keys() & {"head", "options"}]
 
 
@@ -120,7 +120,7 @@ def test_options_and_405_name_all_methods_of_the_resource(http: httpx2.Client, p
 
 
 @pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "GET"])
-def test_what_is_not_there_is_404(http: httpx2.Client, method: str) -> None:
+def test_unknown_path_returns_404(http: httpx2.Client, method: str) -> None:
     assert http.request(method, "/v1/nothing").status_code == 404
 
 
@@ -135,7 +135,7 @@ def test_what_is_not_there_is_404(http: httpx2.Client, method: str) -> None:
         ("/", "nothing is served at /: see /docs"),
     ],
 )
-def test_a_path_that_is_not_served_is_told_with_the_one_that_was_meant(served: Served, path: str, says: str) -> None:
+def test_404_message_suggests_a_similar_path(served: Served, path: str, says: str) -> None:
     with socket.create_connection(("127.0.0.1", urlsplit(served.url).port or 0), timeout=60) as connection:
         connection.sendall(f"POST {path} HTTP/1.0\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65_536), b"")).decode()
@@ -143,7 +143,7 @@ def test_a_path_that_is_not_served_is_told_with_the_one_that_was_meant(served: S
     assert says in json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"]
 
 
-def test_a_method_that_is_not_served_is_told_with_those_that_are(http: httpx2.Client) -> None:
+def test_405_message_lists_the_allowed_methods(http: httpx2.Client) -> None:
     for method, path, says in (
         ("DELETE", "/v1/videos", "DELETE is not allowed at /v1/videos: send GET, POST, HEAD"),
         ("GET", "/v1/images/edits", "GET is not allowed at /v1/images/edits: send POST"),

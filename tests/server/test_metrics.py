@@ -17,7 +17,7 @@ from unfuse.server.metrics_table import METRICS
 from unfuse.testing.queue_samples import plan_with_costs, request, task
 
 
-async def test_a_page_has_the_metrics_of_the_table_in_its_order() -> None:
+async def test_metrics_page_lists_the_metrics_table_in_order() -> None:
     page = (await Metrics("memory").render(MemoryQueue(SystemClock()), [], [])).decode()
     help = re.findall(r"^# HELP (\w+) (.*)$", page, re.MULTILINE)
     kinds = re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE)
@@ -25,7 +25,7 @@ async def test_a_page_has_the_metrics_of_the_table_in_its_order() -> None:
     assert [one for one in kinds if not one[0].endswith("_created")] == [(spec.name, spec.kind) for spec in METRICS]
 
 
-async def test_engines_that_nobody_knows_are_counted_together() -> None:
+async def test_unknown_transfer_engines_are_counted_as_other() -> None:
     metrics = Metrics("memory")
     for engine in ("tcp", *(f"made-up-{number}" for number in range(1000))):
         metrics.on_transfer(engine, TransferStats(3))
@@ -35,7 +35,7 @@ async def test_engines_that_nobody_knows_are_counted_together() -> None:
     assert "made-up" not in page
 
 
-async def test_a_scrape_loads_no_request() -> None:
+async def test_metrics_scrape_loads_no_request_records() -> None:
     """Given more in progress than anybody would look through, then all are counted, and no record is asked for."""
 
     class Unread(MemoryQueue):
@@ -54,7 +54,7 @@ async def test_a_scrape_loads_no_request() -> None:
     assert f"unfuse_pool_predicted_seconds{labels} 150.0" in page
 
 
-async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone() -> None:
+async def test_predicted_seconds_are_summed_by_role_even_without_workers() -> None:
     """Given a request for the pool of workers of one kind, then its seconds count for their role while there are such
     workers, and when they are gone and nobody names that pool any more; and not where nothing is left."""
     queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
@@ -80,7 +80,7 @@ async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone
     assert f"{of_role} 0.0" in idle and not any("1a2b" in line for line in idle)
 
 
-async def test_tasks_that_wait_are_counted_for_their_own_role_alone() -> None:
+async def test_waiting_tasks_are_counted_only_for_their_role() -> None:
     """Given two that wait for denoisers of different numerics, then both count, for these and for no encoder."""
     queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
     roles = {"p": ("denoiser", "transformer"), "q": ("encoder", "text_encoder")}
@@ -94,7 +94,7 @@ async def test_tasks_that_wait_are_counted_for_their_own_role_alone() -> None:
     } <= {*page}
 
 
-async def test_a_gateway_remembers_no_more_pools_than_it_may() -> None:
+async def test_number_of_pools_remembered_for_metrics_is_bounded() -> None:
     queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
     await metrics.render(queue, [], [f"p@{number:08x}" for number in range(2 * MAX_LABEL_VALUES)])
     asked: list[int] = []

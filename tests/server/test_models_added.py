@@ -77,7 +77,7 @@ def keyed(tmp_path: Path) -> Iterator[int]:
         yield port
 
 
-def test_only_admins_add_and_remove_and_only_what_they_may_use(keyed: int, folder: Path) -> None:
+def test_only_admins_with_access_to_a_model_may_add_or_remove_it(keyed: int, folder: Path) -> None:
     """Given keys, when others than an admin's add or remove a model, then each is refused, and nothing has changed."""
     path, given = "models/more", {"model": str(folder), "name": "more"}
     for key, code in (("anyone", "admin_only"), ("only", "read_only"), ("half", ""), ("some", "not_yours")):
@@ -95,9 +95,7 @@ def test_only_admins_add_and_remove_and_only_what_they_may_use(keyed: int, folde
         assert listed(boss) == {"unfuse/shapes"}
 
 
-def test_without_workers_an_added_model_waits_for_some_and_is_served_again_after_a_start(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_added_model_waits_for_workers_and_persists_across_restarts(tmp_path: Path, folder: Path) -> None:
     """Given a server that starts no workers, when a model is added, then it is listed as loading, a name twice is
     refused, and the server that is started again still serves it; one that was removed it does not."""
     where = {"queue": f"sqlite:{tmp_path}/queue.db"}
@@ -133,7 +131,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_a_name_that_is_a_path_is_refused(name: object, port: int, folder: Path) -> None:
+def test_model_name_that_is_a_path_returns_400(name: object, port: int, folder: Path) -> None:
     with client(port) as http:
         answer = http.post("models", json={"model": str(folder), "name": name})
         assert error(answer) == (400, "invalid_parameter")
@@ -141,14 +139,14 @@ def test_a_name_that_is_a_path_is_refused(name: object, port: int, folder: Path)
         assert listed(http) == {"unfuse/shapes"}
 
 
-def test_a_folder_whose_name_clients_cannot_use_needs_another_one(port: int, folder: Path) -> None:
+def test_folder_with_an_unusable_name_needs_an_explicit_name(port: int, folder: Path) -> None:
     strange = folder.rename(folder.with_name("my model (v2)"))
     with client(port) as http:
         answer = http.post("models", json={"model": str(strange)})
         assert error(answer) == (400, "invalid_parameter") and "name is required" in answer.text
 
 
-def test_a_model_that_is_added_twice_at_once_is_added_once(tmp_path: Path, folder: Path) -> None:
+def test_concurrent_calls_add_a_model_once(tmp_path: Path, folder: Path) -> None:
     with composed(tmp_path) as port, client(port) as http, ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(http.post, "models", json={"model": str(folder), "name": "x"}) for _ in range(4)]
         assert sorted(call.result().status_code for call in calls) == [202, 409, 409, 409]
@@ -158,7 +156,7 @@ def test_a_model_that_is_added_twice_at_once_is_added_once(tmp_path: Path, folde
 SECRET = "behind-the-server"
 
 
-def test_no_answer_tells_where_models_are(tmp_path: Path) -> None:
+def test_responses_contain_no_model_paths(tmp_path: Path) -> None:
     """Given models in folders, when anything is asked of the server, then no answer has the path of one."""
     place = tmp_path / SECRET
     for name in ("flux", "other", "more", "broken"):
@@ -184,9 +182,7 @@ def test_no_answer_tells_where_models_are(tmp_path: Path) -> None:
         assert SECRET not in text and str(tmp_path) not in text, answer.text
 
 
-def test_requests_without_a_model_go_to_the_first_one_that_the_server_was_started_with(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_requests_without_a_model_use_the_first_model_of_the_server(tmp_path: Path, folder: Path) -> None:
     """Given two models, when others are added, then those who name none still get the first, which is marked."""
     started = {"models": ("unfuse/shapes", str(folder)), "served_model_name": ("one", "two")}
     asked, later = {"prompt": "a"}, {"prefer": "respond-async"}
@@ -201,7 +197,7 @@ def test_requests_without_a_model_go_to_the_first_one_that_the_server_was_starte
         assert answer.json()["model"] == "another", "it is the only one"
 
 
-def test_one_that_cannot_be_served_says_why_and_can_be_added_again_or_removed(tmp_path: Path, folder: Path) -> None:
+def test_failed_model_reports_the_reason_and_can_be_added_or_removed(tmp_path: Path, folder: Path) -> None:
     """Given a server whose model is gone after it was killed, then all who ask for it are told the reason."""
     where = {"queue": f"sqlite:{tmp_path}/queue.db"}
     with composed(tmp_path, **where) as port, client(port) as http:
@@ -288,7 +284,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_weights_that_are_not_served_are_refused_with_what_to_do(name: str, port: int, folder: Path) -> None:
+def test_unsupported_weights_return_400_with_the_remedy(name: str, port: int, folder: Path) -> None:
     files, says = BAD[name]
     for path, content in files.items():
         (folder / path).unlink() if content is None else (folder / path).write_bytes(content)
@@ -299,7 +295,7 @@ def test_weights_that_are_not_served_are_refused_with_what_to_do(name: str, port
         assert listed(http) == {"unfuse/shapes"}
 
 
-def test_one_model_goes_by_all_its_names_and_may_be_added_again(tmp_path: Path) -> None:
+def test_every_name_of_a_model_works_for_adding_and_removing_it(tmp_path: Path) -> None:
     with composed(tmp_path, served_model_name=("a", "b")) as port, client(port) as http:
         assert error(http.post("models", json={"model": "a"})) == (409, "model_exists")
         assert error(http.post("models", json={"model": "unfuse/shapes"})) == (409, "model_exists")
@@ -313,14 +309,14 @@ def test_one_model_goes_by_all_its_names_and_may_be_added_again(tmp_path: Path) 
     "body",
     [b"", b"[]", b"{", b'{"model": "\\ud800"}', b'{"model": 1e999}', b'{"model": "a/b", "x": 1}', b'{"name": "a"}'],
 )
-def test_a_body_that_names_no_model_is_refused(keyed: int, body: bytes) -> None:
+def test_body_without_a_valid_model_is_rejected(keyed: int, body: bytes) -> None:
     with client(keyed, "boss") as http:
         assert error(http.post("models", content=body, headers={"content-type": "application/json"}))[0] == 400
         assert error(http.post("models", content=body, headers={"content-type": "text/plain"}))[0] == 415
         assert listed(http) == {"unfuse/shapes"}
 
 
-def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
+def test_added_model_must_fit_into_the_remaining_device_memory(tmp_path: Path) -> None:
     """Given devices that are capped, and what others take of them, then what does not fit beside them is refused by the
     sentence with which a server would not start; what is still to be loaded counts, too, where nothing is capped."""
     chosen = serve_options(load({"serve.workers": "all=1", "serve.device_memory": ("cpu=3GiB",)}, None, {}))
@@ -333,7 +329,7 @@ def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
             service._planned(named, taken, coming)
 
 
-def test_a_revision_is_of_the_models_that_were_named_with_it(folder: Path) -> None:
+def test_revision_applies_only_to_models_of_the_command_line(folder: Path) -> None:
     """Given a server with --revision, when a model is added that would be planned together with those of its start,
     then that is refused, since one plan has one revision; alone each has its own."""
     chosen = serve_options(
@@ -347,7 +343,7 @@ def test_a_revision_is_of_the_models_that_were_named_with_it(folder: Path) -> No
         service._planned({**added, **first}, Counter(), Counter())
 
 
-async def test_what_is_dismissed_is_served_by_nobody_until_it_is_named_again() -> None:
+async def test_dismissed_model_is_not_served_until_it_is_added_again() -> None:
     """Given two schedulers of one queue and a worker that brings a model, when it is dismissed at one, then neither
     serves it; it is served again once it is admitted, or a server is started with it."""
     queue, (one, other) = MemoryQueue(SystemClock()), (card("one"), card("other"))
@@ -373,7 +369,7 @@ def worker(served: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["unfuse/shapes", "nobody/knows"])
-def test_a_worker_that_names_an_offered_model_has_it_from_where_it_was_offered(name: str) -> None:
+def test_worker_loads_an_offered_model_from_the_offered_source(name: str) -> None:
     """So a hub's model is of the commit that the server found, whatever its branch is by now; what is here is here."""
     offered = ((name, str(SHAPES), "float32"), ("another", "/nowhere", "float32"))
     settings = load(
@@ -393,7 +389,7 @@ def test_a_worker_that_names_an_offered_model_has_it_from_where_it_was_offered(n
     assert served.models == ((name, str(SHAPES), "float32"),) and [one.name for one in served.specs] == [name]
 
 
-def test_a_worker_does_not_take_a_folder_that_has_the_name_of_an_offered_model(
+def test_worker_prefers_an_offered_model_to_a_local_folder_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a model that an admin called like a folder where a worker was started, then the worker has that model."""
@@ -424,7 +420,7 @@ COMPOSED = with_components(OFFERED, {"vae": str(SHAPES / "vae")})
         (OFFERED, {}, OFFERED),
     ],
 )
-def test_a_worker_has_components_from_where_it_or_its_scheduler_says(
+def test_worker_component_source_overrides_that_of_the_scheduler(
     offered: str, flags: dict[str, tuple[str, ...]], source: str, tmp_path: Path
 ) -> None:
     """Its own word goes first; a model that is here by that name does not hide what the scheduler says of it."""
@@ -436,7 +432,7 @@ def test_a_worker_has_components_from_where_it_or_its_scheduler_says(
     assert [card.name for card in served.specs] == [OFFERED]
 
 
-def test_a_component_of_several_models_is_refused(tmp_path: Path) -> None:
+def test_component_source_for_several_models_raises_usage_error(tmp_path: Path) -> None:
     own = {"worker.scheduler": ("tcp://127.0.0.1:9",), "insecure_listen": True, "serve.component_source": ("vae=a/b",)}
     asked = worker_options(load(own, None, {"UNFUSE_DATA_DIR": str(tmp_path)}).settings)
     welcome = Registered(

@@ -71,7 +71,7 @@ def accepted(ai: openai.OpenAI, *parts: Any) -> dict[str, Any]:
         (picture(4000, 2000), 10, 22),
     ],
 )
-def test_a_picture_has_the_tokens_of_its_grid(ai: openai.OpenAI, url: str, rows: int, columns: int) -> None:
+def test_image_token_count_follows_its_patch_grid(ai: openai.OpenAI, url: str, rows: int, columns: int) -> None:
     plain, made = accepted(ai), accepted(ai, part(url, detail="low"))
     (entry,) = json.loads(made["params"]["shown"])
     assert (entry["rows"], entry["columns"], entry["tokens"]) == (rows, columns, rows * columns // 4)
@@ -81,14 +81,14 @@ def test_a_picture_has_the_tokens_of_its_grid(ai: openai.OpenAI, url: str, rows:
     assert "shown" not in plain["params"]
 
 
-def test_a_picture_lies_as_its_camera_says(ai: openai.OpenAI) -> None:
+def test_image_is_rotated_by_its_exif_orientation(ai: openai.OpenAI) -> None:
     sideways = Image.Exif()
     sideways[0x0112] = 6
     (entry,) = json.loads(accepted(ai, part(picture(320, 64, "JPEG", exif=sideways)))["params"]["shown"])
     assert (entry["rows"], entry["columns"]) == (20, 4)
 
 
-def test_sixty_four_pictures_are_taken_and_equal_ones_are_encoded_once(ai: openai.OpenAI) -> None:
+def test_64_images_are_accepted_and_equal_images_are_encoded_once(ai: openai.OpenAI) -> None:
     made = accepted(ai, *[part(picture(64 + number % 2, 64)) for number in range(64)])
     assert len(json.loads(made["params"]["shown"])) == 64
     assert len(made["stages"]) == 2 + 2
@@ -114,7 +114,7 @@ def said(data: bytes, box: bytes, at: int, number: int) -> bytes:
 FRAMES = [picture(64, 32)] * 8
 
 
-def test_frames_and_a_file_of_them_have_the_same_tokens(ai: openai.OpenAI) -> None:
+def test_frame_list_and_video_file_have_the_same_tokens(ai: openai.OpenAI) -> None:
     listed, filed = accepted(ai, {"type": "video", "video": FRAMES, "fps": 2}), accepted(ai, video(film(8)))
     assert listed["params"]["prompt_tokens"] == filed["params"]["prompt_tokens"]
     (one,), (other,) = (json.loads(made["params"]["shown"]) for made in (listed, filed))
@@ -127,14 +127,14 @@ def test_frames_and_a_file_of_them_have_the_same_tokens(ai: openai.OpenAI) -> No
     }
 
 
-def test_frames_may_be_as_large_as_a_body(ai: openai.OpenAI) -> None:
+def test_frames_larger_than_a_control_message_are_accepted(ai: openai.OpenAI) -> None:
     """Given frames of more bytes than a control message may have, then they are taken; they were a 500."""
     made = accepted(ai, {"type": "video", "video": [picture(1024, 1024, "BMP")] * 4, "fps": 2})
     (one,) = json.loads(made["params"]["shown"])
     assert one["images"] == 4
 
 
-def test_of_a_longer_file_two_frames_a_second_are_shown(ai: openai.OpenAI) -> None:
+def test_longer_video_is_sampled_at_two_frames_per_second(ai: openai.OpenAI) -> None:
     (entry,) = json.loads(accepted(ai, video(film(90, rate=30)))["params"]["shown"])
     assert entry["frame_indexes"] == "0,18,36,53,71,89"
     assert entry["seconds"] == pytest.approx(1.0)
@@ -153,7 +153,7 @@ def test_of_a_longer_file_two_frames_a_second_are_shown(ai: openai.OpenAI) -> No
         (bytes(8) * 20_000, "not an MP4 file"),
     ],
 )
-def test_a_file_that_is_no_video_or_too_much_of_one_is_refused(ai: openai.OpenAI, data: bytes, says: str) -> None:
+def test_invalid_or_oversized_video_file_returns_400(ai: openai.OpenAI, data: bytes, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         accepted(ai, video(data))
     assert refused.value.param == "messages"
@@ -186,7 +186,7 @@ def test_a_file_that_is_no_video_or_too_much_of_one_is_refused(ai: openai.OpenAI
         ([part(picture(256, 256 + number)) for number in range(40)], "2048"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(ai: openai.OpenAI, parts: list[Any], says: str) -> None:
+def test_invalid_image_or_video_parts_return_400(ai: openai.OpenAI, parts: list[Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         accepted(ai, *parts)
     assert refused.value.param == "messages"
@@ -202,11 +202,11 @@ def test_what_cannot_be_shown_is_refused(ai: openai.OpenAI, parts: list[Any], sa
         [part(picture(9, 9)), {"type": "text", "text": "<|vision_"}, {"type": "text", "text": "end|><|image_pad|>"}],
     ],
 )
-def test_tokens_that_stand_for_pictures_are_text_in_texts(ai: openai.OpenAI, parts: list[Any]) -> None:
+def test_image_placeholder_tokens_in_text_are_accepted(ai: openai.OpenAI, parts: list[Any]) -> None:
     accepted(ai, *parts)
 
 
-def test_what_a_client_says_is_shown_is_refused(ai: openai.OpenAI) -> None:
+def test_internal_parameters_from_a_client_return_400(ai: openai.OpenAI) -> None:
     for name, value in (("shown", '[{"shown": "a"}]'), ("prompt_tokens", 1)):
         with pytest.raises(openai.BadRequestError, match="unknown parameter") as refused:
             ai.chat.completions.create(
@@ -215,7 +215,7 @@ def test_what_a_client_says_is_shown_is_refused(ai: openai.OpenAI) -> None:
         assert refused.value.param == name
 
 
-def test_pixels_are_bounded_in_all_before_they_are_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_pixels_are_limited_before_images_are_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given pictures that are many pixels together, when they are read, then no more are decoded than there may be."""
     decoded = []
     read = multimodal_messages.read_image

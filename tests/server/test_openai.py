@@ -28,20 +28,20 @@ def decoded(reply: openai.types.ImagesResponse) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_pictures_come_as_base64(client: openai.OpenAI) -> None:
+def test_openai_client_gets_images_as_base64(client: openai.OpenAI) -> None:
     reply = client.images.generate(model=MODEL, prompt="a red circle", n=2, size="64x64", extra_body={"seed": 5})
     assert decoded(reply) == [picture(5), picture(6)]
     assert reply.usage is not None
     assert (reply.output_format, reply.size, reply.usage.total_tokens) == ("png", "64x64", 0)
 
 
-def test_pictures_come_by_address(served: Served, client: openai.OpenAI) -> None:
+def test_openai_client_gets_image_urls(served: Served, client: openai.OpenAI) -> None:
     reply = client.images.generate(model=MODEL, prompt="a red circle", response_format="url", extra_body={"seed": 5})
     assert reply.data is not None
     assert str(reply.data[0].url).startswith(f"{served.url}/v1/requests/req_")
 
 
-def test_everything_the_client_may_send_is_understood(client: openai.OpenAI) -> None:
+def test_all_image_parameters_of_the_openai_client_are_accepted(client: openai.OpenAI) -> None:
     reply = client.images.generate(
         model=MODEL,
         prompt="a red circle",
@@ -62,7 +62,7 @@ def test_everything_the_client_may_send_is_understood(client: openai.OpenAI) -> 
     assert decoded(reply) == [picture(5, form="jpeg")]
 
 
-def test_eight_at_once(client: openai.OpenAI) -> None:
+def test_eight_concurrent_requests_get_their_own_images(client: openai.OpenAI) -> None:
     def ask(seed: int) -> list[bytes]:
         return decoded(client.images.generate(model=MODEL, prompt="a red circle", extra_body={"seed": seed}))
 
@@ -70,7 +70,7 @@ def test_eight_at_once(client: openai.OpenAI) -> None:
         assert list(pool.map(ask, range(8))) == [[picture(seed)] for seed in range(8)]
 
 
-def test_a_bad_request_names_its_parameter(client: openai.OpenAI) -> None:
+def test_bad_request_error_names_the_parameter(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.images.generate(model=MODEL, prompt="a red circle", extra_body={"num_inference_steps": 10**9})
     error = caught.value
@@ -80,7 +80,7 @@ def test_a_bad_request_names_its_parameter(client: openai.OpenAI) -> None:
     assert error.request_id
 
 
-def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+def test_unknown_model_raises_not_found_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.images.generate(model="nope", prompt="a red circle")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
@@ -88,19 +88,19 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
         client.models.retrieve("no/such")
 
 
-def test_models_are_read(client: openai.OpenAI) -> None:
+def test_openai_client_lists_and_retrieves_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [IDLE.name, MODEL]
     assert client.models.retrieve(MODEL).owned_by == "unfuse"
 
 
-def test_a_failed_request_is_asked_for_once(served: Served, client: openai.OpenAI) -> None:
+def test_openai_client_does_not_retry_a_failed_request(served: Served, client: openai.OpenAI) -> None:
     before = len(served.run(served.queue.list(RequestFilter(), limit=1000)))
     with pytest.raises(openai.InternalServerError, match="the circle is broken"):
         client.images.generate(model=MODEL, prompt=BROKEN)
     assert len(served.run(served.queue.list(RequestFilter(), limit=1000))) == before + 1
 
 
-def test_a_key_used_for_two_bodies_is_a_conflict_at_once(client: openai.OpenAI) -> None:
+def test_idempotency_key_with_another_body_raises_conflict_error(client: openai.OpenAI) -> None:
     headers = {"Idempotency-Key": "one"}
     first = client.images.generate(model=MODEL, prompt="a red circle", extra_headers=headers)
     assert client.images.generate(model=MODEL, prompt="a red circle", extra_headers=headers) == first
@@ -109,7 +109,7 @@ def test_a_key_used_for_two_bodies_is_a_conflict_at_once(client: openai.OpenAI) 
 
 
 @pytest.mark.parametrize(("headers", "requests"), [({"idempotency-key": "patience"}, 1), ({}, 2)])
-def test_a_call_whose_reply_was_lost_is_repeated_under_its_key(
+def test_retry_after_a_timeout_joins_the_request_only_with_a_key(
     served: Served, headers: dict[str, str], requests: int
 ) -> None:
     """Given a client that times out and repeats itself while the picture is made, with a key it is one request."""
@@ -120,7 +120,7 @@ def test_a_call_whose_reply_was_lost_is_repeated_under_its_key(
         assert len(served.run(served.queue.list(RequestFilter(), limit=1000))) == before + requests
 
 
-def test_refusals_have_their_classes(tmp_path: Path) -> None:
+def test_authentication_and_rate_limit_errors_raise_openai_classes(tmp_path: Path) -> None:
     with serve(tmp_path, keys=["anna key"], limits=QueueLimits(max_active=1)) as served:
         with (
             openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong") as client,
@@ -145,7 +145,7 @@ SORA = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
 
 @SORA
-def test_a_video_is_made_polled_and_downloaded(video_client: openai.OpenAI, tmp_path: Path) -> None:
+def test_video_is_created_polled_downloaded_and_deleted(video_client: openai.OpenAI, tmp_path: Path) -> None:
     asked = {"seed": 5, "num_inference_steps": 3, "metadata": {"job": "7"}, "guidance_scale": 1.5}
     video = video_client.videos.create_and_poll(
         model=MODEL, prompt="a red circle", seconds="2", size="64x64", extra_body=asked
@@ -161,7 +161,7 @@ def test_a_video_is_made_polled_and_downloaded(video_client: openai.OpenAI, tmp_
 
 
 @SORA
-def test_a_video_begins_with_a_picture(video_client: openai.OpenAI) -> None:
+def test_video_starts_from_an_input_reference_image(video_client: openai.OpenAI) -> None:
     for reference in (("a.png", picture(9)), io.BytesIO(picture(9))):
         video = video_client.videos.create_and_poll(
             model=MOVING.name, prompt="a red circle", seconds="1", input_reference=reference, extra_body={"seed": 5}
@@ -171,7 +171,7 @@ def test_a_video_begins_with_a_picture(video_client: openai.OpenAI) -> None:
 
 
 @SORA
-def test_a_video_that_fails_or_ends_is_polled_to_its_end(studio: Served, video_client: openai.OpenAI) -> None:
+def test_polling_ends_when_a_video_fails_or_is_cancelled(studio: Served, video_client: openai.OpenAI) -> None:
     broken = video_client.videos.create_and_poll(model=MODEL, prompt=BROKEN, poll_interval_ms=10)
     assert broken.status == "failed"
     assert broken.error is not None
@@ -186,7 +186,7 @@ def test_a_video_that_fails_or_ends_is_polled_to_its_end(studio: Served, video_c
 
 
 @SORA
-def test_what_cannot_be_a_video_names_its_parameter(video_client: openai.OpenAI) -> None:
+def test_invalid_video_request_names_the_parameter(video_client: openai.OpenAI) -> None:
     for asked, param in (({"seconds": "12"}, "seconds"), ({"size": "1280x720"}, "size"), ({}, "input_reference")):
         model = MOVING.name if param == "input_reference" else MODEL
         with pytest.raises(openai.BadRequestError) as caught:
@@ -200,14 +200,14 @@ def test_what_cannot_be_a_video_names_its_parameter(video_client: openai.OpenAI)
 
 
 @SORA
-def test_videos_are_listed_page_by_page(tmp_path: Path) -> None:
+def test_openai_client_lists_all_pages_of_videos(tmp_path: Path) -> None:
     with serve(tmp_path) as served, openai.OpenAI(base_url=f"{served.url}/v1", api_key="x") as client:
         ids = [client.videos.create(model=IDLE.name, prompt="a red circle").id for _ in range(5)]
         assert [video.id for video in client.videos.list(limit=2)] == ids[::-1]
         assert [video.id for video in client.videos.list(limit=2, order="asc")] == ids
 
 
-def test_a_picture_is_edited(video_client: openai.OpenAI) -> None:
+def test_openai_client_edits_an_image(video_client: openai.OpenAI) -> None:
     for image in (("a.png", picture(9)), [("a.png", picture(9))]):
         reply = video_client.images.edit(
             model=MOVING.name, prompt="a red circle", image=image, input_fidelity="high", extra_body={"seed": 5}
@@ -218,7 +218,7 @@ def test_a_picture_is_edited(video_client: openai.OpenAI) -> None:
     assert caught.value.param == "image"
 
 
-def test_pictures_come_as_a_stream(studio: Served, video_client: openai.OpenAI) -> None:
+def test_openai_client_streams_partial_and_completed_images(studio: Served, video_client: openai.OpenAI) -> None:
     common = {"prompt": "a red circle", "stream": True, "partial_images": 1, "extra_body": {"seed": 5}}
     for kind in ("image_generation", "image_edit"):
         with studio.held(after_steps=True):
@@ -236,7 +236,7 @@ def test_pictures_come_as_a_stream(studio: Served, video_client: openai.OpenAI) 
         assert completed.usage.total_tokens == 0
 
 
-def test_a_failure_in_a_stream_is_an_error_of_the_client(video_client: openai.OpenAI) -> None:
+def test_failure_in_an_image_stream_raises_api_error(video_client: openai.OpenAI) -> None:
     stream = video_client.images.generate(model=MODEL, prompt=BROKEN, stream=True)
     with pytest.raises(openai.APIError, match="the circle is broken"):
         next(stream)

@@ -51,7 +51,7 @@ async def rest(stream: AsyncIterator[T]) -> list[T]:
     return [chunk async for chunk in stream]
 
 
-async def test_they_come_as_they_are_recorded_to_whoever_reads_from_wherever(queue: MemoryQueue) -> None:
+async def test_output_deltas_are_streamed_in_order_from_any_offset(queue: MemoryQueue) -> None:
     """Given readers of before the first, of between, and of after the end, then each gets all from its number on, and
     none of another stage."""
     mine, other = await running(queue)
@@ -74,7 +74,7 @@ async def test_they_come_as_they_are_recorded_to_whoever_reads_from_wherever(que
     await expect_error(NotFound, rest(chunks(queue, "nobody", "s")))
 
 
-async def test_one_reader_has_the_chunks_of_several_stages_each_from_its_offset(queue: MemoryQueue) -> None:
+async def test_one_stream_merges_deltas_of_stages_each_from_its_offset(queue: MemoryQueue) -> None:
     """In one watch of the request: what each stage adds comes when it is recorded."""
     mine, other = await running(queue)
     await append(queue, other.claim, 0, [b"t0", b"t1"])
@@ -90,7 +90,7 @@ async def test_one_reader_has_the_chunks_of_several_stages_each_from_its_offset(
     assert await rest(stream) == [("t", b"t3")]
 
 
-async def test_a_chat_is_broken_off_while_the_queue_cannot_be_read(queue: MemoryQueue) -> None:
+async def test_chat_stream_is_aborted_if_the_queue_cannot_be_read(queue: MemoryQueue) -> None:
     """So that its client notices, and continues with the id of the last event; no traceback is logged."""
     await running(queue)
 
@@ -103,7 +103,7 @@ async def test_a_chat_is_broken_off_while_the_queue_cannot_be_read(queue: Memory
     await expect_error(ResponseAborted, rest(chat._token_deltas(gateway, context, [0])))  # type: ignore[arg-type]
 
 
-async def test_a_slow_reader_holds_nothing_up_and_has_nothing_kept_for_it(queue: MemoryQueue) -> None:
+async def test_slow_reader_blocks_nothing_and_reads_the_rest_in_few_calls(queue: MemoryQueue) -> None:
     """Given one that stops after a chunk, then all goes on to the end, at which it gets the rest, in few calls."""
     mine, _ = await running(queue)
     await append(queue, mine.claim, 0, [b"0"])
@@ -123,7 +123,7 @@ async def test_a_slow_reader_holds_nothing_up_and_has_nothing_kept_for_it(queue:
     assert len(calls) <= 3000 // MAX_DELTAS_PER_MESSAGE + 3
 
 
-async def test_what_is_recorded_is_read_also_when_its_event_is_gone(queue: MemoryQueue) -> None:
+async def test_deltas_are_read_even_if_their_events_are_lost(queue: MemoryQueue) -> None:
     """As after a restart, or in a long history: by who comes at once, by who is there at the end."""
     mine, _ = await running(queue)
     history, stream = queue._entry("a").history, chunks(queue, "a", "s")

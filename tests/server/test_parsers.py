@@ -18,7 +18,7 @@ def tools(**about: object) -> Tools | None:
     return read_tools({"tools": [TOOL], **about})
 
 
-def test_a_chosen_parser_goes_before_that_of_the_template() -> None:
+def test_configured_output_parser_overrides_the_chat_template() -> None:
     auto, chosen = OutputParsers(), OutputParsers("pythonic", "none")
     assert auto.format_of_calls(HERMES) is HERMES and auto.format_of_reasoning(QWEN3) is QWEN3
     assert chosen.format_of_calls(HERMES).name == "pythonic" and chosen.format_of_reasoning(QWEN3) is None
@@ -27,11 +27,11 @@ def test_a_chosen_parser_goes_before_that_of_the_template() -> None:
             OutputParsers(tool_call, reasoning)
 
 
-def test_plain_text_is_not_read() -> None:
+def test_completion_without_tools_or_reasoning_is_not_parsed() -> None:
     assert parsing_of(None, HERMES, None, str) is None
 
 
-def test_what_is_read_follows_from_tools_and_reasoning() -> None:
+def test_output_parsing_depends_on_tools_and_reasoning() -> None:
     assert parsing_of(tools(), HERMES, None, str) == AnswerParsing(HERMES, {"f": {"a": "integer"}})
     forced = parsing_of(tools(tool_choice="required", parallel_tool_calls=False), MISTRAL, None, str)
     assert (
@@ -52,7 +52,7 @@ def test_what_is_read_follows_from_tools_and_reasoning() -> None:
 @pytest.mark.parametrize(
     ("text", "opened"), [("Paris is", False), ("<think>\nHm", True), ("<think>Hm</think>Par", False)]
 )
-def test_an_answer_that_continues_a_text_reasons_only_where_that_does(text: str, opened: bool) -> None:
+def test_continued_message_starts_in_reasoning_only_if_its_text_does(text: str, opened: bool) -> None:
     """Given a model that always begins with reasoning, then what follows a beginning of its answer is content."""
     always = REASONING_FORMATS["deepseek_r1"]
     reading = AnswerParsing(reasoning=always, starts_in_reasoning=opened, has_reasoning="</think>" in text)

@@ -53,7 +53,7 @@ def kept(gallery: Served, response: httpx2.Response) -> dict[str, bytes]:
     return found
 
 
-def test_pictures_are_kept_in_their_order(gallery: Served, http: httpx2.Client) -> None:
+def test_input_images_are_stored_in_order(gallery: Served, http: httpx2.Client) -> None:
     two = send(http, SEEING.name, ("image[]", 1), ("image[]", 2))
     three = send(http, SEEING.name, ("image", 3), ("image", 2), ("image", 3))
 
@@ -62,14 +62,14 @@ def test_pictures_are_kept_in_their_order(gallery: Served, http: httpx2.Client) 
     assert kept(gallery, send(http, SEEING.name, ("image", 1))) == {"image": picture(1)}
 
 
-def test_a_model_that_may_see_pictures_needs_none(gallery: Served, http: httpx2.Client) -> None:
+def test_optional_reference_images_may_be_omitted(gallery: Served, http: httpx2.Client) -> None:
     asked = {"model": SEEING.name, "prompt": "a ring"}
     response = http.post("/v1/images/generations", json=asked, headers={"prefer": "respond-async"})
     assert kept(gallery, response) == {}
 
 
 @pytest.mark.parametrize("model", [BETWEEN.name, ENDING.name])
-def test_a_last_frame_goes_beside_the_first(model: str, gallery: Served, http: httpx2.Client) -> None:
+def test_last_frame_is_stored_beside_the_first_frame(model: str, gallery: Served, http: httpx2.Client) -> None:
     films = {"url": VIDEOS, "num_frames": "5"}
     response = send(http, model, ("input_reference", 1), ("last_frame", 2), **films)
     assert kept(gallery, response) == {"image": picture(1), "last_frame": picture(2)}
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[str, list[tuple[str, int]], dict[str, Any], str, str]] 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_taken_is_refused_by_its_field(name: str, gallery: Served, http: httpx2.Client) -> None:
+def test_invalid_input_images_return_400_naming_the_field(name: str, gallery: Served, http: httpx2.Client) -> None:
     model, files, fields, param, says = REFUSED[name]
     before = len(gallery.run(gallery.queue.list(RequestFilter(), limit=1000)))
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_taken_is_refused_by_its_field(name: str, gallery: Served
     assert len(gallery.run(gallery.queue.list(RequestFilter(), limit=1000))) == before
 
 
-def test_a_bad_one_of_several_is_refused_by_the_field_that_has_it(http: httpx2.Client) -> None:
+def test_invalid_image_among_several_is_reported_by_its_field(http: httpx2.Client) -> None:
     for bad in ("image", "last_frame"):
         model, url, field = (
             (SEEING.name, EDITS, "image") if bad == "image" else (ENDING.name, VIDEOS, "input_reference")
@@ -130,7 +130,7 @@ def test_a_bad_one_of_several_is_refused_by_the_field_that_has_it(http: httpx2.C
         assert response.status_code == 400 and response.json()["error"]["param"] == bad, response.text
 
 
-def test_models_say_how_many_they_see_and_whether_they_end_with_one(http: httpx2.Client) -> None:
+def test_models_endpoint_reports_references_and_last_frame_support(http: httpx2.Client) -> None:
     said = {one["id"]: (one["references"], one["last_frame"]) for one in http.get("/v1/models").json()["data"]}
     assert [said[one.name] for one in (SEEING, BETWEEN, ENDING, MOVING)] == [(3, ""), (0, "must"), (0, "may"), (0, "")]
 
@@ -147,7 +147,7 @@ SHOWN = ('"image"; filename="a.png"\r\ncontent-type: image/png', picture(1))
 ASKED = (('"model"', SEEING.name.encode()), ('"prompt"', b"a ring"))
 
 
-def test_fields_of_a_html_form_that_nobody_filled_in_are_left_out(gallery: Served, http: httpx2.Client) -> None:
+def test_empty_html_form_fields_are_ignored(gallery: Served, http: httpx2.Client) -> None:
     empty = [(f'"{name}"', b"") for name in ("size", "seed", "n", "quality", "user", "stream", "negative_prompt")]
     mask = ('"mask"; filename=""\r\ncontent-type: application/octet-stream', b"")
 
@@ -157,7 +157,7 @@ def test_fields_of_a_html_form_that_nobody_filled_in_are_left_out(gallery: Serve
     assert answer.json()["params"]["negative_prompt"] == ""
 
 
-def test_fields_that_may_not_be_empty_are_named(http: httpx2.Client) -> None:
+def test_empty_required_or_unknown_form_fields_return_400(http: httpx2.Client) -> None:
     missing = ('"image"; filename=""\r\ncontent-type: application/octet-stream', b"")
     named = ('"image"; filename="blob"\r\ncontent-type: image/png', b"")
     for parts, says in (
@@ -171,18 +171,18 @@ def test_fields_that_may_not_be_empty_are_named(http: httpx2.Client) -> None:
         assert says in answer.json()["error"]["message"]
 
 
-def test_pictures_may_be_numbered(gallery: Served, http: httpx2.Client) -> None:
+def test_numbered_image_fields_are_ordered_by_number(gallery: Served, http: httpx2.Client) -> None:
     answer = send(http, SEEING.name, ("image[10]", 3), ("image[0]", 1), ("image[2]", 2))
     assert kept(gallery, answer) == {"image": picture(1), "image_2": picture(2), "image_3": picture(3)}
 
 
 @pytest.mark.parametrize("charset", ["undefined", "punycode", "idna"])
-def test_a_form_of_a_charset_that_cannot_be_read_is_refused(http: httpx2.Client, charset: str) -> None:
+def test_form_with_an_unusable_charset_returns_202_or_400(http: httpx2.Client, charset: str) -> None:
     answer = http.post(EDITS, **form(*ASKED, ('"user"', b"\xff.-\xfe"), SHOWN, charset=f"; charset={charset}"))
     assert answer.status_code in (202, 400), answer.text
 
 
-def test_a_large_picture_may_come_as_json(gallery: Served, http: httpx2.Client) -> None:
+def test_ten_megabyte_image_is_accepted_as_json(gallery: Served, http: httpx2.Client) -> None:
     """Ten megabytes, as of a phone's camera."""
     large = picture(1) + bytes(10_000_000)
     shown = {"image_url": f"data:image/png;base64,{base64.b64encode(large).decode()}"}

@@ -36,7 +36,7 @@ def context(tenant: str = "ada", **timings: Timings) -> RequestContext:
     return request_context(request, ExecutionPlan(()), stages=stages, tenant=tenant, status="completed")
 
 
-def test_who_shares_a_forward_has_a_part_and_who_is_spread_has_all_devices() -> None:
+def test_billed_seconds_are_shared_in_a_batch_and_summed_over_devices() -> None:
     asked = context(
         alone=Timings(run_s=2.0, device="cpu", share_s=2.0),
         shared=Timings(run_s=8.0, batch=4.0, device=H100, share_s=2.0),
@@ -47,7 +47,7 @@ def test_who_shares_a_forward_has_a_part_and_who_is_spread_has_all_devices() -> 
     assert billed_seconds(asked) == {"cpu": 2.0, H100: 8.0, "unknown": 1.0}
 
 
-def test_what_runs_is_on_the_bill_for_no_longer_than_it_has_run() -> None:
+def test_running_stages_are_billed_for_at_most_their_elapsed_time() -> None:
     asked = context(first=Timings(device="cpu", share_s=2.0))
     running = [
         RunningStage("second", 1, "w", 100.0, timings=Timings(device="cpu", share_s=0.5)),
@@ -57,13 +57,13 @@ def test_what_runs_is_on_the_bill_for_no_longer_than_it_has_run() -> None:
     assert billed_seconds(asked, running[:1], wall=90.0) == {"cpu": 2.5}, "the clock was set back"
 
 
-def test_lost_attempts_are_not_on_the_bill() -> None:
+def test_lost_attempts_are_not_billed() -> None:
     stages = {"s": StageState("done", attempt=3, timings=Timings(device="cpu", share_s=2.0), lost_s={"cpu": 4.0})}
     asked = msgspec.structs.replace(context(), stages=stages)
     assert (billed_seconds(asked), lost_seconds(asked)) == ({"cpu": 2.0}, {"cpu": 4.0})
 
 
-def test_prices_are_an_hour_s_and_what_has_none_costs_nothing() -> None:
+def test_prices_are_per_hour_and_devices_without_a_price_are_free() -> None:
     took = {"cpu": 1800.0, H100: 7200.0, "xpu": 3600.0, "unknown": 9.0}
     assert Prices(["cuda=1.20/h", "cpu=0.5/h"]).money(took) == pytest.approx(2.4 + 0.25)
     assert Prices(["xpu=3/h"]).money(took) == pytest.approx(3.0)
@@ -82,12 +82,12 @@ def test_prices_are_an_hour_s_and_what_has_none_costs_nothing() -> None:
         ("quantum=1/h", "kinds are cpu, cuda, xpu, mps"),
     ],
 )
-def test_a_price_for_what_does_not_exist_is_refused(given: str, said: str) -> None:
+def test_invalid_price_or_unknown_device_kind_raises_config_error(given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Prices([given])
 
 
-def test_a_price_for_what_is_not_here_is_told() -> None:
+def test_prices_of_absent_device_kinds_are_reported_as_unused() -> None:
     assert Prices(["cuda=1/h", "cpu=1/h"]).unused_kinds(["cpu"]) == ["cuda"]
     assert Prices(["cuda=1/h"]).unused_kinds(["cpu", "cuda:0", "cuda:1"]) == []
 
@@ -103,7 +103,7 @@ class Nobody:
             return
 
 
-async def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None:
+async def test_device_seconds_and_money_metrics_are_summed_by_tenant(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("ada k\nbob b\n")
     keys, prices = ApiKeys(files=[str(file)]), Prices(["cpu=3600/h"])

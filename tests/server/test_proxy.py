@@ -117,7 +117,7 @@ def code(response: httpx2.Response) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_pages_of_the_public_name_may_use_it(proxied: httpx2.Client) -> None:
+def test_pages_of_the_public_host_are_allowed_through_nginx(proxied: httpx2.Client) -> None:
     public = f"https://{proxied.headers['host']}"
     body, asked = {"prompt": "a red circle"}, {"origin": public, "prefer": "respond-async"}
     answer = proxied.post("/v1/images/generations", json=body, headers=asked)
@@ -126,7 +126,7 @@ def test_pages_of_the_public_name_may_use_it(proxied: httpx2.Client) -> None:
 
 
 @pytest.mark.slow
-def test_pages_of_elsewhere_and_other_names_are_refused(proxied: httpx2.Client) -> None:
+def test_other_origins_and_hosts_get_403_through_nginx(proxied: httpx2.Client) -> None:
     plain = f"http://{proxied.headers['host']}"
     for origin in ("https://evil.example", f"https://{NAME}.evil.example", plain, "null"):
         assert code(proxied.get("/v1/models", headers={"origin": origin})) == (403, "origin_not_allowed")
@@ -138,7 +138,7 @@ def test_pages_of_elsewhere_and_other_names_are_refused(proxied: httpx2.Client) 
 
 
 @pytest.mark.slow
-def test_events_come_as_they_happen(proxied: httpx2.Client) -> None:
+def test_nginx_passes_events_without_delay(proxied: httpx2.Client) -> None:
     """Given a stream of events through the proxy, then the first comes while its request goes on."""
     asked = {"prefer": "respond-async"}
     id = proxied.post("/v1/images/generations", json={"prompt": "a"}, headers=asked).json()["id"]
@@ -150,7 +150,7 @@ def test_events_come_as_they_happen(proxied: httpx2.Client) -> None:
 
 
 @pytest.mark.slow
-def test_a_proxy_that_is_not_trusted_is_told_of_the_flag(tmp_path: Path) -> None:
+def test_origin_error_behind_an_untrusted_proxy_names_the_proxy(tmp_path: Path) -> None:
     with composed(tmp_path) as behind, nginx(tmp_path, behind) as port:
         context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
         with httpx2.Client(base_url=f"https://localhost:{port}", verify=context, trust_env=False) as client:
@@ -161,7 +161,7 @@ def test_a_proxy_that_is_not_trusted_is_told_of_the_flag(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_our_own_client_gets_through_with_a_key(tmp_path: Path) -> None:
+def test_api_key_is_accepted_directly_and_through_nginx(tmp_path: Path) -> None:
     """Given a server with keys behind a proxy, when the client shows its key, then it is answered."""
     with composed(tmp_path, api_key=("a-secret-of-tests",), trusted_proxies=("127.0.0.1",)) as behind:
         with connect(f"http://127.0.0.1:{behind}", "a-secret-of-tests") as client:
@@ -175,7 +175,7 @@ def test_our_own_client_gets_through_with_a_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_uploads_come_through_whole(proxied: httpx2.Client) -> None:
+def test_nginx_passes_uploads_up_to_the_size_limit(proxied: httpx2.Client) -> None:
     """What nginx lets through, the server reads: a form of 20 MiB is refused for what it holds, not for its size."""
     files = {"image": ("image", b"\0" * (20 << 20))}
     answer = proxied.post("/v1/images/edits", data={"prompt": "a red circle"}, files=files)

@@ -41,7 +41,7 @@ def events(http: httpx2.Client, id: str, after: str | None = None) -> list[tuple
         return [(int(message.id), message.event) for message in source]
 
 
-def test_a_finished_request_tells_what_every_stage_did(served: Served, http: httpx2.Client) -> None:
+def test_completed_request_object_lists_stages_and_results(served: Served, http: httpx2.Client) -> None:
     view = finished(served, http, seed=5, n=2, metadata={"job": "7"})
     assert (view["status"], view["progress"], view["seed"], view["attempts"]) == ("completed", 100, 5, 1)
     assert view["completed_at"] >= view["created_at"] > 1.7e9
@@ -53,7 +53,7 @@ def test_a_finished_request_tells_what_every_stage_did(served: Served, http: htt
     assert view["result"][1]["bytes"] == len(picture(6))
 
 
-def test_words_that_a_model_does_not_know_are_a_hint_in_every_answer(tmp_path: Path) -> None:
+def test_prompt_words_outside_the_vocabulary_return_a_hint(tmp_path: Path) -> None:
     knowing = replace(PICTURES, vocabulary=PromptVocabulary(("a", "red", "circle"), "circles"))
     hint = "art was not trained on spaceship: it generates circles"
     asked = {"model": "art", "prompt": "a spaceship"}
@@ -71,7 +71,7 @@ def test_words_that_a_model_does_not_know_are_a_hint_in_every_answer(tmp_path: P
         assert "hint" not in http.post(URL, json={"model": "art", "prompt": "a circle"}).json()
 
 
-def test_a_request_that_runs_tells_where_it_is(served: Served, http: httpx2.Client) -> None:
+def test_running_request_reports_its_stage_and_worker(served: Served, http: httpx2.Client) -> None:
     with served.held():
         id = submit(http)["id"]
         served.next_event(id, "stage_started")
@@ -80,12 +80,12 @@ def test_a_request_that_runs_tells_where_it_is(served: Served, http: httpx2.Clie
     assert (view["stages"][0]["worker"], view["stages"][0]["status"]) == ("worker-1", "leased")
 
 
-def test_a_request_that_waits_tells_its_place(http: httpx2.Client) -> None:
+def test_waiting_request_reports_its_queue_position(http: httpx2.Client) -> None:
     first, second = submit(http, IDLE.name), submit(http, IDLE.name)
     assert second["queue_position"] == first["queue_position"] + 1
 
 
-def test_when_a_request_will_be_over_is_told_once_others_have_been(served: Served, http: httpx2.Client) -> None:
+def test_eta_is_reported_once_the_model_has_been_measured(served: Served, http: httpx2.Client) -> None:
     assert finished(served, http)["eta_s"] is None
     with served.held():
         id = submit(http)["id"]
@@ -94,7 +94,7 @@ def test_when_a_request_will_be_over_is_told_once_others_have_been(served: Serve
     assert submit(http, IDLE.name)["eta_s"] is None
 
 
-def test_an_unknown_request_is_not_found(http: httpx2.Client) -> None:
+def test_unknown_request_returns_404(http: httpx2.Client) -> None:
     for path in ("", "/events", "/result/0"):
         response = http.get(f"/v1/requests/req_nope{path}")
         assert response.status_code == 404
@@ -102,7 +102,7 @@ def test_an_unknown_request_is_not_found(http: httpx2.Client) -> None:
     assert http.post("/v1/requests/req_nope/cancel").status_code == 404
 
 
-def test_pages_follow_each_other_newest_first(served: Served, http: httpx2.Client) -> None:
+def test_request_list_is_paginated_newest_first(served: Served, http: httpx2.Client) -> None:
     ids = [submit(http, IDLE.name)["id"] for _ in range(3)]
     first = http.get("/v1/requests", params={"limit": 2}).json()
     rest = http.get("/v1/requests", params={"limit": 1, "after": first["last_id"]}).json()
@@ -110,7 +110,7 @@ def test_pages_follow_each_other_newest_first(served: Served, http: httpx2.Clien
     assert (first["object"], first["has_more"], first["first_id"]) == ("list", True, ids[2])
 
 
-def test_requests_are_found_by_status(served: Served, http: httpx2.Client) -> None:
+def test_request_list_is_filtered_by_status(served: Served, http: httpx2.Client) -> None:
     done, waiting = finished(served, http)["id"], submit(http, IDLE.name)["id"]
     by_status = {
         status: {one["id"] for one in http.get("/v1/requests", params={"status": status, "limit": 1000}).json()["data"]}
@@ -123,13 +123,13 @@ def test_requests_are_found_by_status(served: Served, http: httpx2.Client) -> No
 
 
 @pytest.mark.parametrize("params", [{"limit": 0}, {"limit": 1001}, {"limit": "many"}, {"status": "lost"}])
-def test_a_list_that_makes_no_sense_is_refused_by_name(http: httpx2.Client, params: dict[str, str]) -> None:
+def test_invalid_list_parameter_returns_400_naming_it(http: httpx2.Client, params: dict[str, str]) -> None:
     response = http.get("/v1/requests", params=params)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == next(iter(params))
 
 
-def test_cancelling_ends_what_waits_and_leaves_what_is_over(served: Served, http: httpx2.Client) -> None:
+def test_cancel_ends_a_waiting_request_and_ignores_a_completed_one(served: Served, http: httpx2.Client) -> None:
     id = submit(http, IDLE.name)["id"]
     assert http.post(f"/v1/requests/{id}/cancel").json()["status"] == "cancelled"
     assert http.post(f"/v1/requests/{id}/cancel").json()["status"] == "cancelled"
@@ -138,7 +138,7 @@ def test_cancelling_ends_what_waits_and_leaves_what_is_over(served: Served, http
     assert http.post(f"/v1/requests/{done}/cancel").json()["status"] == "completed"
 
 
-def test_events_lead_to_the_end(http: httpx2.Client) -> None:
+def test_event_stream_runs_from_queued_to_completed(http: httpx2.Client) -> None:
     heard = events(http, submit(http)["id"])
     names = [name for _, name in heard]
     assert (names[0], names[-1]) == ("queued", "completed")
@@ -146,28 +146,28 @@ def test_events_lead_to_the_end(http: httpx2.Client) -> None:
     assert [number for number, _ in heard] == sorted({number for number, _ in heard})
 
 
-def test_events_go_on_behind_the_last_one_heard(served: Served, http: httpx2.Client) -> None:
+def test_event_stream_resumes_after_last_event_id(served: Served, http: httpx2.Client) -> None:
     id = finished(served, http)["id"]
     heard = events(http, id)
     assert events(http, id, after=str(heard[3][0])) == heard[4:]
     assert events(http, id, after=str(heard[-1][0])) == []
 
 
-def test_an_event_carries_its_data(http: httpx2.Client) -> None:
+def test_progress_event_contains_stage_step_and_worker(http: httpx2.Client) -> None:
     with http.sse(f"/v1/requests/{submit(http)['id']}/events") as source:
         step = next(json.loads(message.data) for message in source if message.event == "progress")
     assert (step["stage"], step["step"], step["steps"], step["worker"]) == ("denoise.0", 1, 4, "worker-1")
 
 
 @pytest.mark.parametrize("last", ["-1", "x", "1.5", "9" * 30])
-def test_a_last_event_id_that_is_none_is_refused(http: httpx2.Client, last: str) -> None:
+def test_invalid_last_event_id_returns_400(http: httpx2.Client, last: str) -> None:
     id = submit(http)["id"]
     response = http.get(f"/v1/requests/{id}/events", headers={"last-event-id": last})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "last-event-id"
 
 
-async def test_a_silent_stream_says_something_now_and_then() -> None:
+async def test_idle_event_stream_sends_keepalive_comments() -> None:
     told = asyncio.Event()
 
     async def happening() -> AsyncIterator[Event]:
@@ -181,7 +181,7 @@ async def test_a_silent_stream_says_something_now_and_then() -> None:
     assert rest[0].startswith(b"id: 1\nevent: completed\ndata: {")
 
 
-async def test_a_stream_ends_whole_when_the_queue_cannot_be_read_and_can_be_taken_up() -> None:
+async def test_event_stream_ends_after_a_whole_event_if_the_queue_fails() -> None:
     async def happening() -> AsyncIterator[Event]:
         yield Event("queued", seq=1)
         raise TransientError("the queue does not answer")
@@ -190,7 +190,7 @@ async def test_a_stream_ends_whole_when_the_queue_cannot_be_read_and_can_be_take
     assert [piece.splitlines()[0] for piece in pieces] == [b"id: 1"]
 
 
-def test_one_for_a_pool_that_sleeps_says_so_and_how_long_it_will(tmp_path: Path) -> None:
+def test_request_for_a_pool_scaled_to_zero_reports_cold_start_and_eta(tmp_path: Path) -> None:
     with serve(tmp_path, works=False) as served, httpx2.Client(base_url=served.url) as http:
         asleep = dict.fromkeys(IDLE.pools().values(), 2)
         served.run(served.scheduler.queue.declare("operator", DeclaredModels((IDLE,), asleep)))
@@ -202,7 +202,7 @@ def test_one_for_a_pool_that_sleeps_says_so_and_how_long_it_will(tmp_path: Path)
         assert http.get(f"/v1/requests/{shown['id']}").json()["state"] == "cancelled"
 
 
-async def test_a_stream_that_is_left_stops_listening() -> None:
+async def test_closed_event_stream_stops_watching_the_request() -> None:
     left = asyncio.Event()
 
     async def happening() -> AsyncIterator[Event]:
@@ -218,7 +218,7 @@ async def test_a_stream_that_is_left_stops_listening() -> None:
     assert left.is_set()
 
 
-def test_a_result_is_read_whole_or_by_range(served: Served, http: httpx2.Client) -> None:
+def test_result_is_returned_whole_or_by_range(served: Served, http: httpx2.Client) -> None:
     url = finished(served, http, seed=9)["result"][0]["url"]
     whole = http.get(url)
     assert whole.content == picture(9)
@@ -228,7 +228,7 @@ def test_a_result_is_read_whole_or_by_range(served: Served, http: httpx2.Client)
     assert part.headers["content-range"] == f"bytes 10-19/{len(picture(9))}"
 
 
-def test_a_result_that_does_not_exist_is_not_found(served: Served, http: httpx2.Client) -> None:
+def test_missing_result_index_returns_404(served: Served, http: httpx2.Client) -> None:
     id = finished(served, http)["id"]
     assert http.get(f"/v1/requests/{id}/result/1").status_code == 404
     assert http.get(f"/v1/requests/{id}/result/x").status_code == 400

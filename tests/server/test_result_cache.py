@@ -111,7 +111,7 @@ def completed(http: httpx2.Client) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith("unfuse_requests_completed_total "))
 
 
-def test_an_equal_request_has_the_same_bytes_and_is_its_own(
+def test_equal_request_is_answered_from_the_cache_under_its_own_id(
     thrifty: Served, http: httpx2.Client, asked: dict[str, Any]
 ) -> None:
     """Given a worker that does nothing, then who asks again has the answer at once, under an id of its own."""
@@ -132,7 +132,7 @@ def test_an_equal_request_has_the_same_bytes_and_is_its_own(
     assert thrifty.run(thrifty.queue.stats([])).active == 0
 
 
-def test_what_was_given_again_stays_when_the_first_is_deleted_and_is_given_again_itself(
+def test_cached_copy_outlives_the_original_and_is_reused_itself(
     thrifty: Served, http: httpx2.Client, asked: dict[str, Any]
 ) -> None:
     first, second = made(http, asked), made(http, asked)
@@ -163,7 +163,7 @@ async def _gateway_delete(served: Served, request: str) -> None:
     ],
     ids=str,
 )
-def test_what_differs_or_wants_to_be_its_own_is_made(
+def test_different_or_uncacheable_request_is_computed(
     http: httpx2.Client, asked: dict[str, Any], more: dict[str, Any]
 ) -> None:
     made(http, asked)
@@ -174,7 +174,7 @@ def test_what_differs_or_wants_to_be_its_own_is_made(
     assert again == (None if own else first["id"])
 
 
-def test_nobody_is_given_what_another_tenant_had_made(http: httpx2.Client, asked: dict[str, Any]) -> None:
+def test_results_are_not_reused_across_tenants(http: httpx2.Client, asked: dict[str, Any]) -> None:
     first = made(http, asked)
     http.headers["authorization"] = "Bearer other"
     theirs = made(http, asked)
@@ -183,7 +183,7 @@ def test_nobody_is_given_what_another_tenant_had_made(http: httpx2.Client, asked
     assert http.get(f"/v1/requests/{first['id']}").status_code == 404
 
 
-def test_videos_and_pictures_that_start_from_one_are_given_again(http: httpx2.Client, thrifty: Served) -> None:
+def test_video_from_an_equal_input_image_is_reused(http: httpx2.Client, thrifty: Served) -> None:
     """Given uploads, then equal ones are found and others not, and none of them is left."""
     url = {number: "data:image/png;base64," + base64.b64encode(picture(number)).decode() for number in (8, 9)}
     ids = []
@@ -198,7 +198,7 @@ def test_videos_and_pictures_that_start_from_one_are_given_again(http: httpx2.Cl
         thrifty.results.attached(ids[1], "image")
 
 
-def test_a_form_says_in_text_that_it_shares_nothing(http: httpx2.Client, thrifty: Served) -> None:
+def test_cache_false_in_a_form_field_disables_reuse(http: httpx2.Client, thrifty: Served) -> None:
     form, reused = {"model": MOVING.name, "prompt": "a form moves", "seed": "5", "num_frames": "5"}, list[bool]()
     for more in ({}, {}, {"cache": "false"}, {"cache": "false"}):
         id = http.post("/v1/videos", data=form | more, files={"input_reference": picture(8)}).json()["id"]
@@ -207,7 +207,7 @@ def test_a_form_says_in_text_that_it_shares_nothing(http: httpx2.Client, thrifty
     assert reused == [False, True, False, False]
 
 
-def test_films_that_are_deleted_while_they_are_given_again_are_whole(
+def test_concurrent_reuse_and_deletion_returns_complete_videos(
     thrifty: Served, http: httpx2.Client, asked: dict[str, Any]
 ) -> None:
     """Given callers who ask for one film and delete what they got, then each had it, and no file is left over."""
@@ -228,7 +228,9 @@ def test_films_that_are_deleted_while_they_are_given_again_are_whole(
     assert set(thrifty.folder.iterdir()) == folders
 
 
-def test_a_stream_is_given_again_as_a_stream(http: httpx2.Client, asked: dict[str, Any], thrifty: Served) -> None:
+def test_reused_result_is_streamed_to_a_streaming_request(
+    http: httpx2.Client, asked: dict[str, Any], thrifty: Served
+) -> None:
     made(http, asked | {"stream": False})
     bodies = []
     for _ in range(2):
@@ -238,7 +240,7 @@ def test_a_stream_is_given_again_as_a_stream(http: httpx2.Client, asked: dict[st
     assert view(http, http.get("/v1/requests?limit=1").json()["data"][0]["id"])["reused"]
 
 
-def test_an_idempotency_key_is_the_first_request_s_all_the_same(http: httpx2.Client, asked: dict[str, Any]) -> None:
+def test_idempotency_key_returns_one_request_also_if_it_is_reused(http: httpx2.Client, asked: dict[str, Any]) -> None:
     first = made(http, asked)
     keyed = [made(http, asked, **{"idempotency-key": "reused"}) for _ in range(2)]
     assert keyed[0]["id"] == keyed[1]["id"] != first["id"]
@@ -285,7 +287,7 @@ def full(read: Read, served: Served) -> Read:
 
 @pytest.mark.parametrize("fault", [gone, dropped, harmed, full])
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_is_deleted_or_harmed_meanwhile_is_made_again(
+def test_result_is_computed_if_the_cached_copy_fails(
     thrifty: Served,
     http: httpx2.Client,
     asked: dict[str, Any],
@@ -305,7 +307,9 @@ def test_what_is_deleted_or_harmed_meanwhile_is_made_again(
     assert {path.name for path in thrifty.folder.iterdir()} - folders == {reply["id"]}
 
 
-def test_what_ended_without_results_is_made(thrifty: Served, http: httpx2.Client, asked: dict[str, Any]) -> None:
+def test_waiting_or_cancelled_requests_are_not_reused(
+    thrifty: Served, http: httpx2.Client, asked: dict[str, Any]
+) -> None:
     """Given equal requests of which one waits and one was cancelled, then neither is an answer."""
     with thrifty.held():
         cancelled, waits = (http.post(URL, json=asked, headers={"prefer": "respond-async"}).json() for _ in range(2))
@@ -315,7 +319,7 @@ def test_what_ended_without_results_is_made(thrifty: Served, http: httpx2.Client
     assert made(http, asked)["reused"] is None
 
 
-def test_a_seed_that_was_drawn_makes_no_request_equal(
+def test_random_seed_prevents_reuse(
     http: httpx2.Client, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given the same seed drawn twice, then it is made twice: whoever names no seed wants another picture."""
@@ -324,7 +328,7 @@ def test_a_seed_that_was_drawn_makes_no_request_equal(
     assert [(one["seed"], one["reused"]) for one in (made(http, drawn), made(http, drawn))] == [(11, None)] * 2
 
 
-def test_the_copies_of_a_request_that_was_somebody_s_already_are_dropped(
+def test_copies_are_deleted_if_the_idempotency_key_is_already_used(
     thrifty: Served, http: httpx2.Client, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a repeat that comes before the first is seen, then the queue says whose it is, and nothing is left."""
@@ -340,7 +344,7 @@ def test_the_copies_of_a_request_that_was_somebody_s_already_are_dropped(
     assert set(thrifty.folder.iterdir()) == folders
 
 
-def test_nothing_is_left_of_what_could_not_be_copied_and_is_refused_then(
+def test_failed_copy_is_deleted_if_the_request_then_returns_429(
     tmp_path: Path, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(tmp_path, limits=QueueLimits(max_active=1)) as (served, http):
@@ -364,7 +368,7 @@ def test_nothing_is_left_of_what_could_not_be_copied_and_is_refused_then(
     ],
     ids=str,
 )
-def test_results_depend_on_all_that_a_card_says_of_who_makes_them(change: dict[str, Any]) -> None:
+def test_result_key_depends_on_model_spec_inputs_and_count(change: dict[str, Any]) -> None:
     none, other = DerivedFacts(), DerivedFacts(image_hashes={"image": "hash"})
     made = result_key(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())
     assert result_key(PICTURES, ASKED, {"prompt": "a", "seed": 5}, none, 1, Delivery()) == made != ""
@@ -376,7 +380,7 @@ def test_results_depend_on_all_that_a_card_says_of_who_makes_them(change: dict[s
     assert result_key(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, other, 1, Delivery()) != made
 
 
-def test_another_default_of_the_model_makes_other_results(tmp_path: Path, exact: None) -> None:
+def test_changed_model_default_prevents_reuse(tmp_path: Path, exact: None) -> None:
     """Given the same call before and after the server was told of another default, then it is made again."""
     reused, queue = list[str | None](), f"sqlite:{tmp_path}/queue.db"
     for scale in (2.0, 3.0, 3.0):
@@ -386,7 +390,7 @@ def test_another_default_of_the_model_makes_other_results(tmp_path: Path, exact:
 
 
 @pytest.mark.parametrize("outcome", [{}, BATCHED])
-def test_what_is_not_exact_is_made_each_time(
+def test_results_of_pools_that_are_not_exact_are_not_reused(
     tmp_path: Path, outcome: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WORKER", working(outcome))
@@ -394,14 +398,12 @@ def test_what_is_not_exact_is_made_each_time(
         assert [made(http, ASKED)["reused"] for _ in range(2)] == [None, None]
 
 
-def test_it_has_to_be_asked_for(tmp_path: Path, exact: None) -> None:
+def test_results_are_not_reused_without_the_option(tmp_path: Path, exact: None) -> None:
     with serving(tmp_path, reuses=False) as (_, http):
         assert [made(http, ASKED)["reused"] for _ in range(2)] == [None, None]
 
 
-def test_what_only_workers_that_are_gone_could_make_is_made_anew(
-    tmp_path: Path, exact: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_other_numerics_are_not_reused(tmp_path: Path, exact: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given results of workers that make other bytes than those of today, then nobody is given them."""
     queue, reused = f"sqlite:{tmp_path}/queue.db", list[bool]()
     for device in ("cpu", "cpu", "another"):
@@ -411,7 +413,7 @@ def test_what_only_workers_that_are_gone_could_make_is_made_anew(
     assert reused == [False, True, False]
 
 
-def test_a_full_server_answers_what_costs_it_nothing(tmp_path: Path, exact: None) -> None:
+def test_cached_result_is_returned_while_admission_control_rejects(tmp_path: Path, exact: None) -> None:
     with serving(tmp_path, limits=QueueLimits(max_active=1)) as (served, http):
         first = made(http, ASKED)
         with served.held():

@@ -47,7 +47,7 @@ def document(address: str) -> dict[str, Any]:
         return dict(http.get("/openapi.json").json())
 
 
-def test_every_operation_keeps_its_promise(api: schemathesis.BaseSchema) -> None:
+def test_every_operation_conforms_to_its_openapi_schema(api: schemathesis.BaseSchema) -> None:
     operations = [result.ok() for result in api.get_all_operations()]
     assert len(operations) >= 24
     for operation in operations:
@@ -60,7 +60,7 @@ def test_every_operation_keeps_its_promise(api: schemathesis.BaseSchema) -> None
         keeps_its_promise()
 
 
-def test_a_line_in_a_mediums_table_is_documented_and_held_to_its_bounds() -> None:
+def test_parameter_of_a_modality_gets_a_schema_and_bounds_checks() -> None:
     line = Parameter("sharpness", "integer", 1, 9, description="how sharp")
     medium = replace(IMAGE, parameters=(*IMAGE.parameters, line))
 
@@ -73,13 +73,13 @@ def test_a_line_in_a_mediums_table_is_documented_and_held_to_its_bounds() -> Non
 
 
 @pytest.mark.parametrize(("path", "medium"), [("/v1/images/generations", IMAGE), ("/v1/videos", VIDEO)])
-def test_every_parameter_is_documented(document: dict[str, Any], path: str, medium: Modality) -> None:
+def test_every_parameter_is_in_the_openapi_schema(document: dict[str, Any], path: str, medium: Modality) -> None:
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     documented = {one.name for one in medium.parameters if one.use != "refused"}
     assert documented <= body["properties"].keys()
 
 
-def test_every_body_has_an_example_that_is_accepted(document: dict[str, Any], address: str) -> None:
+def test_every_request_body_has_a_valid_example(document: dict[str, Any], address: str) -> None:
     """The page at /docs sends it as it is."""
     bodies = {
         path: operations["post"]["requestBody"]["content"]["application/json"]
@@ -95,14 +95,14 @@ def test_every_body_has_an_example_that_is_accepted(document: dict[str, Any], ad
             assert http.post(path, json=bodies[path]["example"]).status_code == 200, path
 
 
-def test_a_stream_of_pictures_keeps_its_promise(api: schemathesis.BaseSchema) -> None:
+def test_image_stream_conforms_to_its_openapi_schema(api: schemathesis.BaseSchema) -> None:
     (operation,) = (found.ok() for found in api.get_all_operations() if found.ok().path == "/v1/images/generations")
     case = operation.Case(body={"prompt": "a ring", "stream": True, "partial_images": 1}, media_type="application/json")
     reply = case.call_and_validate(checks=CHECKS, timeout=10)
     assert (reply.status_code, reply.headers["content-type"]) == (200, ["text/event-stream; charset=utf-8"])
 
 
-def test_every_reply_says_what_is_in_it(document: dict[str, Any]) -> None:
+def test_every_json_response_has_a_schema(document: dict[str, Any]) -> None:
     bare = [
         f"{method} {path} {status}"
         for path, operations in document["paths"].items()
@@ -117,14 +117,14 @@ def test_every_reply_says_what_is_in_it(document: dict[str, Any]) -> None:
     assert document["components"]["schemas"]["Event"]["properties"].keys() >= {"type", "stage", "step", "seq"}
 
 
-def test_a_start_does_not_wait_for_the_schema(tmp_path: Path) -> None:
+def test_openapi_schema_is_built_on_demand(tmp_path: Path) -> None:
     with serve(tmp_path) as served, httpx2.Client(base_url=served.url, trust_env=False) as http:
         app = served.server.config.app
         assert http.get("/health").status_code == 200 and app.openapi_schema is None
         assert http.get("/openapi.json").json() == app.openapi_schema
 
 
-def test_the_page_fetches_nothing_from_elsewhere(address: str) -> None:
+def test_docs_page_loads_no_external_resources(address: str) -> None:
     with httpx2.Client(base_url=address, trust_env=False) as http:
         page = http.get("/docs")
         fetched = re.findall(r'(?:src|href)="([^"]*)"', page.text)

@@ -17,7 +17,7 @@ from unfuse.stores.results import open_results
 MADE = "/v1/images/generations"
 
 
-def test_what_is_away_is_told_and_stops_its_own_requests_alone(tmp_path: Path) -> None:
+def test_unreachable_shard_affects_only_its_own_requests(tmp_path: Path) -> None:
     """Given three shards, when the first is away, then what lives there is 503, and all that comes new is made."""
     with serve(tmp_path, idle=False, cards=(PICTURES,), queue="tests.queues.sharded:CutShards") as served:
         queue = served.queue
@@ -49,7 +49,7 @@ def test_what_is_away_is_told_and_stops_its_own_requests_alone(tmp_path: Path) -
             assert http.get(f"/v1/requests/{ids[0]}").status_code == 200
 
 
-def test_no_call_of_the_client_fails_that_another_part_could_answer(tmp_path: Path) -> None:
+def test_client_calls_succeed_while_any_one_shard_is_unreachable(tmp_path: Path) -> None:
     """Given three shards of which any one is away, when the client asks for new requests, lists, pages of them and the
     state of what lives elsewhere, then it is answered; and a key that was used before is not taken anew elsewhere."""
     with serve(tmp_path, idle=False, cards=(PICTURES,), queue="tests.queues.sharded:CutShards") as served:
@@ -80,7 +80,7 @@ def test_no_call_of_the_client_fails_that_another_part_could_answer(tmp_path: Pa
                 until(lambda: not queue.unreachable_parts())
 
 
-async def test_the_asynchronous_client_draws_another_key_too(tmp_path: Path) -> None:
+async def test_async_client_submits_to_reachable_shards(tmp_path: Path) -> None:
     with serve(tmp_path, idle=False, cards=(PICTURES,), queue="tests.queues.sharded:CutShards") as served:
         assert isinstance(queue := served.queue, CutShards)
         queue._health.shards[1].gone = True  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ async def test_the_asynchronous_client_draws_another_key_too(tmp_path: Path) -> 
         assert 1 not in {queue.shard_of(id) for id in made}
 
 
-async def test_a_stop_waits_for_callers_while_a_part_is_away(tmp_path: Path) -> None:
+async def test_shutdown_waits_for_callers_while_a_shard_is_unreachable(tmp_path: Path) -> None:
     """Given a caller whose request lives in a part that does not answer, then a server that stops goes on waiting for
     its callers: those of the other parts may be answered in time, and the part may come back."""
     queue = queues.open("tests.queues.sharded:CutShards")

@@ -69,7 +69,7 @@ def count(http: httpx2.Client, what: str) -> float:
     return float(next(line.split()[1] for line in lines if line.startswith(f"unfuse_requests_{what}_total ")))
 
 
-def test_what_one_accepts_the_other_shows_and_hands_out(near: httpx2.Client, far: httpx2.Client) -> None:
+def test_request_and_result_are_available_from_the_other_gateway(near: httpx2.Client, far: httpx2.Client) -> None:
     view = near.post(URL, json={**ASKED, "seed": 5, "response_format": "url"}).json()
     id = view["id"]
     assert far.get(f"/v1/requests/{id}").json()["status"] == "completed"
@@ -77,11 +77,11 @@ def test_what_one_accepts_the_other_shows_and_hands_out(near: httpx2.Client, far
     assert near.get("/v1/requests").json()["first_id"] == far.get("/v1/requests").json()["first_id"] == id
 
 
-def test_a_call_at_one_waits_for_the_worker_of_the_other(far: httpx2.Client) -> None:
+def test_request_is_run_by_the_worker_of_the_other_gateway(far: httpx2.Client) -> None:
     assert far.post(URL, json=ASKED).status_code == 200
 
 
-def test_events_go_on_at_the_other_behind_the_last_one_heard(
+def test_event_stream_resumes_at_the_other_gateway(
     pair: tuple[Served, Served], near: httpx2.Client, far: httpx2.Client
 ) -> None:
     with Client(pair[0].url) as one, Client(pair[1].url) as other:
@@ -96,7 +96,7 @@ def test_events_go_on_at_the_other_behind_the_last_one_heard(
         assert rest[-1].type == "completed"
 
 
-def test_a_cancel_at_one_ends_what_the_other_accepted(near: httpx2.Client, far: httpx2.Client) -> None:
+def test_cancel_at_one_gateway_ends_a_request_of_the_other(near: httpx2.Client, far: httpx2.Client) -> None:
     id = submit(near, IDLE.name)
     before = count(near, "cancelled"), count(far, "cancelled")
     assert far.post(f"/v1/requests/{id}/cancel").json()["status"] == "cancelled"
@@ -105,7 +105,7 @@ def test_a_cancel_at_one_ends_what_the_other_accepted(near: httpx2.Client, far: 
     assert (count(near, "cancelled"), count(far, "cancelled")) == (before[0], before[1] + 1)
 
 
-def test_a_repeat_at_the_other_joins(near: httpx2.Client, far: httpx2.Client) -> None:
+def test_idempotency_key_is_shared_between_gateways(near: httpx2.Client, far: httpx2.Client) -> None:
     key = {"idempotency-key": "order-7"}
     id = submit(near, **key)
     assert submit(far, **key) == id
@@ -113,11 +113,11 @@ def test_a_repeat_at_the_other_joins(near: httpx2.Client, far: httpx2.Client) ->
     assert (other.status_code, other.headers["x-should-retry"]) == (409, "false")
 
 
-def test_a_repeat_without_a_key_is_another_request(near: httpx2.Client, far: httpx2.Client) -> None:
+def test_repeat_without_idempotency_key_creates_another_request(near: httpx2.Client, far: httpx2.Client) -> None:
     assert submit(near) != submit(far, **{"x-stainless-retry-count": "1"})
 
 
-def test_each_transition_is_counted_once_by_whose_scheduler_made_it(near: httpx2.Client, far: httpx2.Client) -> None:
+def test_each_transition_is_counted_once_across_gateways(near: httpx2.Client, far: httpx2.Client) -> None:
     def counts() -> list[float]:
         return [count(http, what) for what in ("submitted", "completed") for http in (near, far)]
 
@@ -132,7 +132,9 @@ def test_each_transition_is_counted_once_by_whose_scheduler_made_it(near: httpx2
     until(lambda: counts() == [submitted_near + 1, submitted_far + 1, completed_near + 2, completed_far])
 
 
-def test_an_upload_accepted_by_one_is_let_go_by_the_other(pair: tuple[Served, Served], far: httpx2.Client) -> None:
+def test_upload_accepted_by_one_gateway_is_deleted_by_the_other(
+    pair: tuple[Served, Served], far: httpx2.Client
+) -> None:
     asked = {"model": MOVING.name, "prompt": "a red circle", "seconds": "2"}
     with pair[0].held():
         id = far.post("/v1/videos", data=asked, files={"input_reference": picture(9)}).json()["id"]
@@ -149,7 +151,7 @@ def test_an_upload_accepted_by_one_is_let_go_by_the_other(pair: tuple[Served, Se
     until(let_go)
 
 
-def test_while_redis_is_away_calls_are_refused_and_then_all_goes_on(
+def test_calls_get_503_while_redis_is_down_and_recover_afterwards(
     redis: RedisServer, pair: tuple[Served, Served], near: httpx2.Client, far: httpx2.Client
 ) -> None:
     id, heard = submit(near, IDLE.name), []
@@ -184,7 +186,7 @@ def test_while_redis_is_away_calls_are_refused_and_then_all_goes_on(
     assert heard == ["queued", "cancelled"]
 
 
-def test_what_was_accepted_before_a_restart_is_counted_when_it_ends(tmp_path: Path) -> None:
+def test_request_accepted_before_a_restart_is_counted_as_completed(tmp_path: Path) -> None:
     queue = f"sqlite:{tmp_path}/queue.db"
     with serve(tmp_path / "results", queue=queue, works=False) as first:
         first.run(first.scheduler.queue.register(WORKER, (PICTURES,)))
@@ -199,7 +201,7 @@ def test_what_was_accepted_before_a_restart_is_counted_when_it_ends(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_waits_for_what_the_queue_has_lost_is_told_to_call_again(
+def test_waiting_call_gets_error_lost_if_the_queue_lost_its_request(
     stream: bool, redis: RedisServer, tmp_path: Path
 ) -> None:
     """Given a caller that waits, when the data of the queue's server is deleted, then the answer is a 503 `lost`."""

@@ -62,7 +62,7 @@ def metrics(served: Served, key: str = "") -> str:
     return answer.text
 
 
-def test_metrics_tell_a_stranger_no_tenant_money_model_or_prompt(served: Served) -> None:
+def test_metrics_without_a_key_omit_tenant_money_model_and_prompt(served: Served) -> None:
     page = metrics(served)
     assert not labels_on(page).keys() & {"tenant", "model", "loaded"}
     for word in ("ada", "bob", "money", "tenant", "test/", PROMPT, str(served.folder)):
@@ -71,25 +71,25 @@ def test_metrics_tell_a_stranger_no_tenant_money_model_or_prompt(served: Served)
 
 
 @pytest.mark.parametrize("key", ["key-root", "key-see"])
-def test_an_admin_s_key_and_one_that_only_reads_see_all_metrics(served: Served, key: str) -> None:
+def test_admin_and_read_only_keys_get_all_metrics(served: Served, key: str) -> None:
     labels = labels_on(metrics(served, key))
     assert labels["tenant"] == {"ada", "bob"} and labels["model"] == {PICTURES.name}
 
 
-def test_a_tenant_s_key_sees_metrics_of_no_other_tenant(served: Served) -> None:
+def test_tenant_key_gets_metrics_of_no_other_tenant(served: Served) -> None:
     labels = labels_on(metrics(served, "key-ada"))
     assert labels["tenant"] == {"ada"} and labels["model"] == {PICTURES.name}
     assert not labels_on(metrics(served, "key-narrow")).keys() & {"tenant", "model"}
 
 
-def test_a_wrong_key_is_told_so_by_metrics_instead_of_less(served: Served) -> None:
+def test_metrics_with_a_wrong_key_return_401(served: Served) -> None:
     with as_(served, "key-wrong") as http:
         answer = http.get("/metrics")
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert [http.get(path).status_code for path in ("/health", "/ready", "/version")] == [200, 503, 200]
 
 
-def test_open_metrics_are_everybody_s(tmp_path: Path) -> None:
+def test_open_metrics_are_complete_for_any_caller(tmp_path: Path) -> None:
     with serve(tmp_path, keys=KEYS, open_metrics=True) as open_to_all:
         with as_(open_to_all, "key-ada") as ada:
             ada.post("/v1/images/generations", json={"prompt": PROMPT, "model": PICTURES.name})
@@ -97,7 +97,7 @@ def test_open_metrics_are_everybody_s(tmp_path: Path) -> None:
             assert labels_on(metrics(open_to_all, key))["tenant"] == {"ada"}
 
 
-def test_ready_tells_a_stranger_no_names_and_no_reason(served: Served) -> None:
+def test_ready_without_a_key_omits_model_names_and_reason(served: Served) -> None:
     """The model without a worker is named to whoever has a key."""
     with as_(served) as nobody, as_(served, "key-wrong") as wrong, as_(served, "key-ada") as ada:
         for http in (nobody, wrong):
@@ -108,13 +108,13 @@ def test_ready_tells_a_stranger_no_names_and_no_reason(served: Served) -> None:
         assert "test/idle" in ada.get("/ready").text
 
 
-def test_a_ready_server_tells_a_stranger_that_alone(tmp_path: Path) -> None:
+def test_ready_without_a_key_returns_only_ready_true(tmp_path: Path) -> None:
     with serve(tmp_path, keys=KEYS, idle=False) as ready, as_(ready) as nobody, as_(ready, "key-ada") as ada:
         assert nobody.get("/ready").json() == {"ready": True}
         assert ada.get("/ready").json() == {"ready": True, "models": [PICTURES.name]}
 
 
-def test_no_key_and_a_wrong_key_read_differently(served: Served) -> None:
+def test_missing_and_wrong_api_key_have_different_messages(served: Served) -> None:
     with as_(served) as http:
         for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Basic aa"}, {"authorization": "key-ada"}):
             error = http.get("/v1/models", headers=headers).json()["error"]
@@ -127,7 +127,7 @@ def test_no_key_and_a_wrong_key_read_differently(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("key", "said"), [("", NO_KEY), ("key-eve", WRONG_KEY)])
-def test_our_client_and_verbs_say_which_it_is(
+def test_client_and_cli_report_a_missing_or_wrong_api_key(
     served: Served, key: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UNFUSE_API_KEY", raising=False)
@@ -141,7 +141,7 @@ def test_our_client_and_verbs_say_which_it_is(
         assert ended.value.code == 1 and said in err, verb
 
 
-def test_without_keys_a_page_of_elsewhere_sees_what_a_stranger_sees(tmp_path: Path) -> None:
+def test_foreign_host_header_gets_ready_without_model_names(tmp_path: Path) -> None:
     """A web page that has its own name lead here may reach the paths of probes, and learns nothing there."""
     with composed(tmp_path, models=["unfuse/shapes"]) as port:
         own, other = (call(port, "/ready", f"Host: {host}").body for host in ("localhost", "evil.example"))
@@ -150,7 +150,7 @@ def test_without_keys_a_page_of_elsewhere_sees_what_a_stranger_sees(tmp_path: Pa
         assert call(port, "/metrics", "Host: evil.example").status == 200
 
 
-def test_serve_opens_metrics_by_its_flag(tmp_path: Path) -> None:
+def test_open_metrics_option_of_serve_exposes_all_metrics(tmp_path: Path) -> None:
     keys = [str(written(tmp_path, "ada k1"))]
     for number, is_open in enumerate((False, True)):
         with composed(tmp_path / str(number), api_keys=keys, open_metrics=is_open, price=["cpu=1/h"]) as port:

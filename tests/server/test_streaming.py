@@ -34,7 +34,7 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def test_a_picture_is_made_of_a_picture_however_it_is_sent(film_set: httpx2.Client) -> None:
+def test_edit_accepts_the_image_as_form_file_or_data_url(film_set: httpx2.Client) -> None:
     url = "data:image/png;base64," + base64.b64encode(picture(9)).decode()
     for response in (
         film_set.post(EDITS, data=ASKED, files={"image": picture(9)}),
@@ -46,7 +46,7 @@ def test_a_picture_is_made_of_a_picture_however_it_is_sent(film_set: httpx2.Clie
     assert pictures(several) == [picture(5, form="webp"), picture(6, form="webp")]
 
 
-def test_the_picture_is_part_of_what_is_asked_for(studio: Served, film_set: httpx2.Client) -> None:
+def test_input_image_is_part_of_the_request_fingerprint(studio: Served, film_set: httpx2.Client) -> None:
     ids = [
         film_set.post(EDITS, data=ASKED, files={"image": sent}, headers={"prefer": "respond-async"}).json()["id"]
         for sent in (picture(8), picture(8), picture(9))
@@ -58,7 +58,7 @@ def test_the_picture_is_part_of_what_is_asked_for(studio: Served, film_set: http
         assert each[0] == each[1] != each[2]
 
 
-def test_only_one_picture_and_no_mask_is_taken_by_a_model_that_knows_none(film_set: httpx2.Client) -> None:
+def test_several_images_a_mask_or_no_image_return_400(film_set: httpx2.Client) -> None:
     two = [("image[]", ("a.png", picture(1))), ("image[]", ("b.png", picture(2)))]
     assert "cannot start from 2 pictures" in refused(film_set.post(EDITS, data=ASKED, files=two))["message"]
     masked = film_set.post(EDITS, data=ASKED, files={"image": picture(1), "mask": picture(2)})
@@ -66,7 +66,7 @@ def test_only_one_picture_and_no_mask_is_taken_by_a_model_that_knows_none(film_s
     assert "image is missing" in refused(film_set.post(EDITS, json=ASKED))["message"]
 
 
-def test_a_model_that_takes_no_picture_names_those_that_do(film_set: httpx2.Client, http: httpx2.Client) -> None:
+def test_model_without_image_input_returns_400_naming_others(film_set: httpx2.Client, http: httpx2.Client) -> None:
     asked = {"model": "test/pictures", "prompt": "a red circle"}
     for url, field in ((EDITS, "image"), ("/v1/videos", "input_reference")):
         error = refused(film_set.post(url, data=asked, files={field: picture(9)}))
@@ -78,13 +78,13 @@ def test_a_model_that_takes_no_picture_names_those_that_do(film_set: httpx2.Clie
         assert "no served model can" in error["message"]
 
 
-def test_a_model_that_needs_a_picture_points_to_where_it_is_taken(film_set: httpx2.Client) -> None:
+def test_model_that_needs_an_image_returns_400_naming_the_endpoints(film_set: httpx2.Client) -> None:
     error = refused(film_set.post(GENERATIONS, json=ASKED))
     assert error["param"] == "model"
     assert "image to /v1/images/edits, or as input_reference to /v1/videos" in error["message"]
 
 
-def test_models_say_what_they_take_and_make(film_set: httpx2.Client) -> None:
+def test_models_endpoint_reports_takes_image_and_makes_video(film_set: httpx2.Client) -> None:
     models = {one["id"]: (one["takes_image"], one["makes_video"]) for one in film_set.get("/v1/models").json()["data"]}
     assert models["test/pictures"] == (False, True)
     assert models["test/moving"] == (True, True)
@@ -92,7 +92,7 @@ def test_models_say_what_they_take_and_make(film_set: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize(("url", "kind"), [(GENERATIONS, "image_generation"), (EDITS, "image_edit")])
-def test_a_stream_brings_previews_and_then_the_picture(
+def test_image_stream_sends_partial_images_then_the_result(
     studio: Served, film_set: httpx2.Client, url: str, kind: str
 ) -> None:
     asked = {**ASKED, "stream": True, "partial_images": 3, "num_inference_steps": 8}
@@ -115,7 +115,7 @@ def test_a_stream_brings_previews_and_then_the_picture(
     assert completed["usage"]["total_tokens"] == 0
 
 
-def test_a_stream_of_several_pictures_completes_each(http: httpx2.Client) -> None:
+def test_image_stream_sends_one_completed_event_per_image(http: httpx2.Client) -> None:
     asked = {"model": "test/pictures", "prompt": "a red circle", "seed": 5, "n": 3, "stream": True}
     with http.stream("POST", GENERATIONS, json=asked) as response:
         told = list(events(response.iter_lines()))
@@ -124,7 +124,7 @@ def test_a_stream_of_several_pictures_completes_each(http: httpx2.Client) -> Non
     assert [one["seed"] for one in told] == [5, 6, 7]
 
 
-def test_a_failure_in_the_middle_of_a_stream_is_told_in_it(http: httpx2.Client) -> None:
+def test_failure_is_sent_as_an_error_event_in_the_stream(http: httpx2.Client) -> None:
     asked = {"model": "test/pictures", "prompt": BROKEN, "stream": True}
     with http.stream("POST", GENERATIONS, json=asked) as response:
         (told,) = events(response.iter_lines())
@@ -133,12 +133,12 @@ def test_a_failure_in_the_middle_of_a_stream_is_told_in_it(http: httpx2.Client) 
     assert told["error"]["code"] == "stage_failed"
 
 
-def test_what_cannot_be_asked_for_is_refused_before_the_stream_begins(http: httpx2.Client) -> None:
+def test_invalid_streaming_request_returns_400(http: httpx2.Client) -> None:
     response = http.post(GENERATIONS, json={"model": "test/pictures", "prompt": "a", "stream": True, "size": "1x1"})
     assert refused(response)["param"] == "size"
 
 
-def test_previews_are_gone_with_their_request(studio: Served, film_set: httpx2.Client) -> None:
+def test_previews_are_deleted_when_the_request_completes(studio: Served, film_set: httpx2.Client) -> None:
     asked = {"model": "test/pictures", "prompt": "a red circle", "preview_every": 1}
     id = film_set.post(GENERATIONS, json=asked, headers={"prefer": "respond-async"}).json()["id"]
     studio.next_event(id, "completed")
@@ -147,7 +147,7 @@ def test_previews_are_gone_with_their_request(studio: Served, film_set: httpx2.C
     assert film_set.get(f"/v1/requests/{id}/result/0").status_code == 200
 
 
-def test_a_picture_that_was_refused_as_too_much_is_not_kept(tmp_path: Path) -> None:
+def test_upload_of_a_request_rejected_with_429_is_not_stored(tmp_path: Path) -> None:
     with (
         serve(tmp_path, cards=(MOVING,), limits=QueueLimits(max_active=1)) as served,
         httpx2.Client(base_url=served.url, trust_env=False) as http,
@@ -158,7 +158,7 @@ def test_a_picture_that_was_refused_as_too_much_is_not_kept(tmp_path: Path) -> N
         assert [folder.name for folder in tmp_path.iterdir()] == [answers[0].json()["id"]]
 
 
-def test_a_store_without_room_is_a_503_that_hides_its_place(studio: Served, film_set: httpx2.Client) -> None:
+def test_unwritable_result_store_returns_503_without_its_path(studio: Served, film_set: httpx2.Client) -> None:
     folder = studio.folder
     mode = folder.stat().st_mode
     blocked = folder.rename(folder.with_name("moved"))

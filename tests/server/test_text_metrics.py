@@ -14,7 +14,7 @@ from unfuse.core.text import TextStats
 from unfuse.scheduler.dispatcher import Dispatcher
 
 
-def test_blocks_prompts_and_retractions_of_all_workers_are_told_as_they_are_now(tmp_path: Path) -> None:
+def test_kv_blocks_prompt_queues_and_retractions_are_in_the_metrics(tmp_path: Path) -> None:
     """Given two workers of one role and what their heartbeats say, then blocks and prompts are those of the last, added
     up, and retractions those of all; who serves no language model has none."""
     with serve(tmp_path, works=False) as served, as_(served) as http:

@@ -91,7 +91,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize(("make", "says"), BAD.values(), ids=BAD)
-def test_what_is_no_good_picture_is_refused_by_name(make: Callable[[], bytes], says: str) -> None:
+def test_invalid_image_raises_invalid_parameter_with_the_reason(make: Callable[[], bytes], says: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         read_image("image", make())
     assert caught.value.param == "image"
@@ -100,35 +100,35 @@ def test_what_is_no_good_picture_is_refused_by_name(make: Callable[[], bytes], s
 
 
 @pytest.mark.parametrize("form", ["png", "jpeg", "webp", "gif", "bmp", "avif"])
-def test_a_good_picture_is_taken_as_it_came(form: str) -> None:
+def test_supported_image_formats_are_accepted_unchanged(form: str) -> None:
     assert read_image("image", saved(form)) == saved(form)
     assert read_image("image", [saved(form)]) == saved(form)
 
 
 @pytest.mark.parametrize("form", ["gif", "png", "webp"])
-def test_an_animated_picture_is_taken(form: str) -> None:
+def test_animated_image_is_accepted(form: str) -> None:
     assert read_image("image", animated(form)) == animated(form)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
-def test_every_kind_of_pixel_is_taken(mode: str) -> None:
+def test_every_pixel_mode_is_accepted(mode: str) -> None:
     data = written(Image.new(mode, (9, 7)), "jpeg" if mode == "CMYK" else "png")
     assert read_image("image", data) == data
 
 
-def test_a_camera_s_picture_with_a_smaller_one_inside_is_taken() -> None:
+def test_mpo_jpeg_with_an_embedded_image_is_accepted() -> None:
     """Phones write such JPEG files; Pillow calls them MPO."""
     small = Image.new("RGB", (8, 8), "red")
     data = written(Image.new("RGB", (64, 64), "blue"), "mpo", save_all=True, append_images=[small])
     assert read_image("image", data) == data
 
 
-def test_the_largest_picture_is_taken() -> None:
+def test_image_of_the_maximum_size_is_accepted() -> None:
     data = written(Image.new("1", (MAX_SIDE, MAX_PIXELS // MAX_SIDE)), "png")
     assert read_image("image", data) == data
 
 
-def test_a_size_that_is_too_large_is_seen_before_it_is_allocated() -> None:
+def test_oversized_image_is_rejected_before_memory_is_allocated() -> None:
     data = png(6_400, 6_400)
     tracemalloc.start()
     with pytest.raises(InvalidParameter):
@@ -142,7 +142,7 @@ GOOD = [saved("png"), saved("jpeg"), saved("webp"), written(Image.new("P", (9, 9
 
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(GOOD), st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=1, max_size=4)), max_size=4))
-def test_damage_is_refused_or_harmless_and_never_anything_else(good: bytes, damage: list[tuple[int, bytes]]) -> None:
+def test_damaged_image_is_accepted_or_raises_invalid_parameter(good: bytes, damage: list[tuple[int, bytes]]) -> None:
     data = bytearray(good)
     for place, other in damage:
         place %= len(data)
@@ -167,7 +167,7 @@ def test_damage_is_refused_or_harmless_and_never_anything_else(good: bytes, dama
         [b"", b""],
     ],
 )
-def test_only_a_file_or_an_address_that_holds_it_is_taken(value: object) -> None:
+def test_http_and_file_urls_of_images_are_rejected(value: object) -> None:
     with pytest.raises(InvalidParameter, match=r"not fetched|one picture, not") as caught:
         read_image("input_reference", value)
     assert caught.value.param == "input_reference"
@@ -198,7 +198,7 @@ DATA_URLS: dict[str, Callable[[bytes], str]] = {
 
 @pytest.mark.row("C37", "C38")
 @pytest.mark.parametrize("make", DATA_URLS.values(), ids=DATA_URLS)
-def test_every_spelling_of_a_data_url_is_read(make: Callable[[bytes], str]) -> None:
+def test_every_form_of_a_data_url_is_accepted(make: Callable[[bytes], str]) -> None:
     data = saved("png", (5, 4))
     assert read_image("image", make(data)) == data
     assert read_image("image", {"image_url": make(data)}) == data
@@ -213,25 +213,25 @@ def test_every_spelling_of_a_data_url_is_read(make: Callable[[bytes], str]) -> N
         ("data:image/png;base64", "not fetched"),
     ],
 )
-def test_a_data_url_of_something_else_is_told_so(url: str, says: str) -> None:
+def test_data_url_of_another_type_raises_invalid_parameter(url: str, says: str) -> None:
     with pytest.raises(InvalidParameter, match=says):
         read_image("image", url)
 
 
-def test_a_video_s_data_url_is_no_picture() -> None:
+def test_video_data_url_must_have_a_video_type() -> None:
     assert decode_data_url("video", "data:video/mp4;base64,AAAA", "video") == bytes(3)
     with pytest.raises(InvalidParameter, match="send one of video/mp4"):
         decode_data_url("video", "data:image/png;base64,AAAA", "video")
 
 
-def test_a_file_that_was_never_sent_is_refused_in_a_sentence() -> None:
+def test_file_id_raises_invalid_parameter() -> None:
     for held in ({"file_id": "file-1"}, {"image_url": "data:image/png;base64,AAAA", "file_id": "file-1"}):
         with pytest.raises(InvalidParameter, match="names a file by file_id, but this server stores no uploaded files"):
             read_image("mask", held)
 
 
 @pytest.mark.parametrize("text", ["%%%", "A", "AA=A"])
-def test_what_is_no_base64_is_refused(text: str) -> None:
+def test_invalid_base64_raises_invalid_parameter(text: str) -> None:
     with pytest.raises(InvalidParameter, match="is not base64"):
         read_image("image", f"data:image/png;base64,{text}")
 
@@ -255,7 +255,7 @@ def message(response: httpx2.Response, status: int = 400) -> str:
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_a_bad_picture_is_a_400_on_every_way_in(film_set: httpx2.Client) -> None:
+def test_oversized_image_returns_400_on_every_endpoint(film_set: httpx2.Client) -> None:
     for url, field in (("/v1/videos", "input_reference"), ("/v1/images/edits", "image")):
         answer = film_set.post(url, data=ASKED, files={field: png(50_000, 100)})
         assert "50000x100" in message(answer)
@@ -263,7 +263,7 @@ def test_a_bad_picture_is_a_400_on_every_way_in(film_set: httpx2.Client) -> None
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_a_form_that_is_no_form_is_refused(film_set: httpx2.Client) -> None:
+def test_malformed_multipart_form_is_rejected(film_set: httpx2.Client) -> None:
     kind = {"content-type": "multipart/form-data; boundary=x"}
     part = b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n'
     whole = part % (b"prompt", b"a") + part % (b"seed", b"5") + b"--x--\r\n"
@@ -286,7 +286,7 @@ def test_a_form_that_is_no_form_is_refused(film_set: httpx2.Client) -> None:
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_parts_are_few_and_each_is_sent_once(film_set: httpx2.Client) -> None:
+def test_too_many_duplicate_or_oversized_form_parts_return_400(film_set: httpx2.Client) -> None:
     form = {name: (None, value) for name, value in {**ASKED, "model": "test/pictures"}.items()}
     many = [(f"metadata[k{index}]", (None, "x")) for index in range(100)]
     assert "Too many fields" in message(film_set.post("/v1/videos", files=[*form.items(), *many]))
@@ -304,7 +304,7 @@ def test_parts_are_few_and_each_is_sent_once(film_set: httpx2.Client) -> None:
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_a_body_too_large_is_refused_before_it_is_whole(film_set: httpx2.Client) -> None:
+def test_body_over_the_limit_returns_413(film_set: httpx2.Client) -> None:
     def more_than_is_read() -> Iterator[bytes]:
         yield b'--x\r\ncontent-disposition: form-data; name="input_reference"; filename="a"\r\n\r\n'
         yield from [bytes(1 << 20)] * (1 + MAX_FORM // (1 << 20))

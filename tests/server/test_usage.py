@@ -26,6 +26,6 @@ QWEN3, SEED = REASONING_FORMATS["qwen3"], REASONING_FORMATS["seed_oss"]
         (AnswerParsing(), ["<think>", "a", "</think>", "b"], 3),
     ],
 )
-def test_the_tokens_of_reasoning_are_counted(reading: AnswerParsing, tokens: list[str], count: int) -> None:
+def test_reasoning_tokens_are_counted(reading: AnswerParsing, tokens: list[str], count: int) -> None:
     pieces = [TokenDelta(id, text) for id, text in enumerate(tokens)]
     assert reasoning_tokens(Answer("".join(tokens), "stop", pieces), reading) == count

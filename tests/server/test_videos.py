@@ -46,7 +46,7 @@ def frames_of(data: bytes) -> list[np.ndarray[Any, Any]]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
-def test_the_path_for_generations_makes_the_same_video(served: Served, http: httpx2.Client) -> None:
+def test_videos_generations_endpoint_creates_the_same_video(served: Served, http: httpx2.Client) -> None:
     """By JSON and by a form, as `POST /v1/videos` does."""
     made = [
         http.post("/v1/videos", json={**ASKED, "seconds": "1"}),
@@ -66,7 +66,7 @@ def test_the_path_for_generations_makes_the_same_video(served: Served, http: htt
     assert refused(http.post("/v1/videos/generations", json={"model": "test/pictures"}))["param"] == "prompt"
 
 
-def test_a_video_is_made_and_told_as_it_will_be(served: Served, http: httpx2.Client) -> None:
+def test_created_video_object_describes_the_video_until_completed(served: Served, http: httpx2.Client) -> None:
     with served.held():
         response = http.post(URL, json={**ASKED, "seconds": "1", "metadata": {"job": "7"}})
         view = response.json()
@@ -84,7 +84,7 @@ def test_a_video_is_made_and_told_as_it_will_be(served: Served, http: httpx2.Cli
     assert "openai-poll-after-ms" not in response.headers
 
 
-def test_progress_is_that_of_the_real_steps(served: Served, http: httpx2.Client) -> None:
+def test_video_progress_follows_the_denoising_steps(served: Served, http: httpx2.Client) -> None:
     with served.held(after_steps=True):
         id = create(http, num_inference_steps=8)["id"]
         while http.get(f"{URL}/{id}").json()["progress"] == 0:
@@ -93,7 +93,7 @@ def test_progress_is_that_of_the_real_steps(served: Served, http: httpx2.Client)
         assert view["status"] == "in_progress" and 0 < view["progress"] < 100
 
 
-def test_a_video_is_the_same_request_by_the_same_id(served: Served, http: httpx2.Client) -> None:
+def test_video_is_also_a_request_with_the_same_id(served: Served, http: httpx2.Client) -> None:
     id = finished(served, http)["id"]
     view = http.get(f"/v1/requests/{id}").json()
     assert (view["id"], view["status"], view["object"]) == (id, "completed", "request")
@@ -101,14 +101,14 @@ def test_a_video_is_the_same_request_by_the_same_id(served: Served, http: httpx2
     assert http.get(view["result"][0]["url"]).content == film(5)[1]
 
 
-def test_respond_async_is_answered_with_the_request_object(http: httpx2.Client) -> None:
+def test_respond_async_returns_202_with_the_request_object(http: httpx2.Client) -> None:
     response = http.post(URL, json=IDLE, headers={"prefer": "respond-async"})
     assert (response.status_code, response.json()["object"]) == (202, "request")
     assert response.headers["location"].endswith(f"/v1/requests/{response.json()['id']}")
     assert response.json()["id"].startswith("video_")
 
 
-def test_every_parameter_may_be_a_form_field(served: Served, http: httpx2.Client) -> None:
+def test_every_parameter_is_accepted_as_a_form_field(served: Served, http: httpx2.Client) -> None:
     fields = {
         "model": "test/pictures",
         "prompt": "a red circle",
@@ -155,7 +155,7 @@ def test_every_parameter_may_be_a_form_field(served: Served, http: httpx2.Client
         ({"metadata": "x"}, "metadata", "must be an object"),
     ],
 )
-def test_what_cannot_be_made_is_refused_before_anything_is_queued(
+def test_invalid_video_request_is_rejected_before_anything_is_queued(
     studio: Served, film_set: httpx2.Client, change: dict[str, Any], param: str, says: str
 ) -> None:
     before = studio.run(studio.queue.list(RequestFilter(), limit=1000))
@@ -165,7 +165,7 @@ def test_what_cannot_be_made_is_refused_before_anything_is_queued(
     assert studio.run(studio.queue.list(RequestFilter(), limit=1000)) == before
 
 
-def test_the_content_is_read_whole_or_by_range(served: Served, http: httpx2.Client) -> None:
+def test_video_content_is_returned_whole_or_by_range(served: Served, http: httpx2.Client) -> None:
     url = f"{URL}/{finished(served, http)['id']}/content"
     whole = http.get(url)
     assert (whole.headers["content-type"], whole.headers["accept-ranges"]) == ("video/mp4", "bytes")
@@ -185,13 +185,13 @@ def test_the_thumbnail_is_the_first_frame(served: Served, http: httpx2.Client) -
     assert (abs(red - 200) < 12, green < 12, blue < 20) == (True, True, True)
 
 
-def test_a_variant_nobody_makes_is_refused(served: Served, http: httpx2.Client) -> None:
+def test_unsupported_content_variant_returns_400(served: Served, http: httpx2.Client) -> None:
     id = finished(served, http)["id"]
     assert "spritesheets" in refused(http.get(f"{URL}/{id}/content?variant=spritesheet"))["message"]
     assert refused(http.get(f"{URL}/{id}/content?variant=sound"))["param"] == "variant"
 
 
-def test_frames_without_loss_are_results_of_their_own(served: Served, http: httpx2.Client) -> None:
+def test_png_output_returns_each_frame_as_a_result(served: Served, http: httpx2.Client) -> None:
     id = finished(served, http, output_format="png", num_frames=5)["id"]
     files = http.get(f"/v1/requests/{id}").json()["result"]
     assert [file["content_type"] for file in files] == ["image/png"] * 5
@@ -201,7 +201,7 @@ def test_frames_without_loss_are_results_of_their_own(served: Served, http: http
     assert http.get(f"{URL}/{id}/content?variant=thumbnail").status_code == 200
 
 
-def test_there_is_no_content_before_the_end_nor_without_success(http: httpx2.Client) -> None:
+def test_content_of_an_uncompleted_video_returns_409(http: httpx2.Client) -> None:
     id = http.post(URL, json=IDLE).json()["id"]
     response = http.get(f"{URL}/{id}/content")
     assert "it is queued" in refused(response, 409)["message"]
@@ -210,7 +210,7 @@ def test_there_is_no_content_before_the_end_nor_without_success(http: httpx2.Cli
     assert "it is cancelled" in refused(http.get(f"{URL}/{id}/content"), 409)["message"]
 
 
-def test_a_video_without_result_failed_and_says_why(served: Served, http: httpx2.Client) -> None:
+def test_failed_cancelled_or_expired_video_has_status_failed(served: Served, http: httpx2.Client) -> None:
     broken = create(http, prompt=BROKEN)["id"]
     served.next_event(broken, "failed")
     cancelled = create(http, **IDLE)["id"]
@@ -224,14 +224,14 @@ def test_a_video_without_result_failed_and_says_why(served: Served, http: httpx2
     assert http.get(f"/v1/requests/{cancelled}").json()["status"] == "cancelled"
 
 
-def test_a_request_for_pictures_is_no_video(http: httpx2.Client) -> None:
+def test_image_request_returns_404_at_the_videos_endpoint(http: httpx2.Client) -> None:
     id = http.post("/v1/images/generations", json=IDLE, headers={"prefer": "respond-async"}).json()["id"]
     assert f"/v1/requests/{id}" in refused(http.get(f"{URL}/{id}"), 404)["message"]
     assert refused(http.delete(f"{URL}/{id}"), 404)
     assert http.get(f"/v1/requests/{id}").json()["status"] == "queued"
 
 
-def test_pages_follow_each_other_either_way_and_hold_videos_only(tmp_path: Path) -> None:
+def test_video_list_is_paginated_in_both_orders_without_images(tmp_path: Path) -> None:
     with serve(tmp_path) as served, httpx2.Client(base_url=served.url, trust_env=False) as http:
         ids = [create(http, **IDLE)["id"] for _ in range(5)]
         http.post("/v1/images/generations", json=IDLE, headers={"prefer": "respond-async"})
@@ -248,7 +248,7 @@ def test_pages_follow_each_other_either_way_and_hold_videos_only(tmp_path: Path)
         assert refused(http.get(URL, params={"limit": 101}))["param"] == "limit"
 
 
-def test_a_deleted_video_is_gone_with_its_file(served: Served, http: httpx2.Client) -> None:
+def test_deleted_video_returns_404_and_its_file_is_removed(served: Served, http: httpx2.Client) -> None:
     id = finished(served, http)["id"]
     assert http.delete(f"{URL}/{id}").json() == {"id": id, "object": "video.deleted", "deleted": True}
     for path in (f"{URL}/{id}", f"{URL}/{id}/content", f"/v1/requests/{id}", f"/v1/requests/{id}/result/0"):
@@ -259,7 +259,7 @@ def test_a_deleted_video_is_gone_with_its_file(served: Served, http: httpx2.Clie
         served.results.read(id, 0)
 
 
-def test_deleting_cancels_what_runs(served: Served, http: httpx2.Client) -> None:
+def test_deleting_a_running_video_cancels_and_removes_it(served: Served, http: httpx2.Client) -> None:
     with served.held():
         id = create(http)["id"]
         served.next_event(id, "stage_started")
@@ -269,7 +269,7 @@ def test_deleting_cancels_what_runs(served: Served, http: httpx2.Client) -> None
         served.run(served.queue.load(id))
 
 
-def test_a_tenant_s_videos_are_its_own(tmp_path: Path) -> None:
+def test_videos_of_another_tenant_return_404(tmp_path: Path) -> None:
     with serve(tmp_path, keys=["anna key-a", "bert key-b"]) as served:
         clients = [
             httpx2.Client(base_url=served.url, headers={"authorization": f"Bearer {key}"}) for key in ("key-a", "key-b")
@@ -282,12 +282,12 @@ def test_a_tenant_s_videos_are_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["video_1/remix", "edits", "extensions", "characters"])
-def test_what_is_done_to_videos_elsewhere_is_not_here(http: httpx2.Client, path: str) -> None:
+def test_unsupported_openai_video_endpoints_return_404(http: httpx2.Client, path: str) -> None:
     error = refused(http.post(f"{URL}/{path}", json={"prompt": "a"}), 404)
     assert "POST /v1/videos" in error["message"]
 
 
-def test_a_repeat_joins_its_first_call_and_keeps_no_second_picture(studio: Served, film_set: httpx2.Client) -> None:
+def test_idempotency_key_covers_the_uploaded_image_of_a_video(studio: Served, film_set: httpx2.Client) -> None:
     asked = {"data": {"model": MOVING.name, "prompt": "once"}, "files": {"input_reference": picture(9)}}
     key = {"idempotency-key": "one film"}
     first, again = (film_set.post(URL, **asked, headers=key).json()["id"] for _ in range(2))
@@ -298,7 +298,7 @@ def test_a_repeat_joins_its_first_call_and_keeps_no_second_picture(studio: Serve
     assert film_set.post(URL, **other, headers=key).status_code == 409
 
 
-def test_a_picture_is_where_a_video_begins(studio: Served, film_set: httpx2.Client) -> None:
+def test_video_starts_with_the_input_reference_image(studio: Served, film_set: httpx2.Client) -> None:
     blue = io.BytesIO()
     Image.new("RGB", (40, 30), (10, 20, 250)).save(blue, "png")
     url = "data:image/png;base64," + base64.b64encode(blue.getvalue()).decode()
@@ -319,7 +319,7 @@ def test_a_picture_is_where_a_video_begins(studio: Served, film_set: httpx2.Clie
         assert abs(frames[-1].mean((0, 1)) - (5, 160, 9)).max() < 12
 
 
-def test_a_picture_is_let_go_with_its_request(studio: Served, film_set: httpx2.Client) -> None:
+def test_uploaded_image_is_deleted_when_the_request_ends(studio: Served, film_set: httpx2.Client) -> None:
     for prompt in ("a red circle", BROKEN):
         with studio.held():
             asked = {"model": MOVING.name, "prompt": prompt}
@@ -331,7 +331,7 @@ def test_a_picture_is_let_go_with_its_request(studio: Served, film_set: httpx2.C
                 studio.results.attached(id, "image")
 
 
-def test_previews_are_read_while_a_video_is_made(served: Served, http: httpx2.Client) -> None:
+def test_previews_are_available_while_a_video_is_generated(served: Served, http: httpx2.Client) -> None:
     with served.held(after_steps=True):
         id = create(http, preview_every=2, num_inference_steps=5)["id"]
         while served.next_event(id, "preview").step != 2:

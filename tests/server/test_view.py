@@ -35,7 +35,7 @@ async def measured(scheduler: Scheduler) -> str:
     return (await scheduler.submit(*asking(CARD, params()))).context.id
 
 
-async def test_it_is_the_share_of_predicted_seconds() -> None:
+async def test_progress_is_the_share_of_predicted_seconds() -> None:
     async with scheduling() as (scheduler, _):
         request = await measured(scheduler)
         assert await shown(scheduler, request) == 0
@@ -52,7 +52,7 @@ async def test_it_is_the_share_of_predicted_seconds() -> None:
         assert await shown(scheduler, request) == 100
 
 
-async def test_it_does_not_fall_when_predictions_change() -> None:
+async def test_progress_does_not_decrease_when_predictions_change() -> None:
     async with scheduling() as (scheduler, _):
         request = await measured(scheduler)
         (encode,) = await take(scheduler)
@@ -66,7 +66,7 @@ async def test_it_does_not_fall_when_predictions_change() -> None:
         assert scheduler.eta(await scheduler.queue.load(request)) > 20  # type: ignore[operator]
 
 
-async def test_it_does_not_fall_when_a_stage_is_tried_again() -> None:
+async def test_progress_does_not_decrease_when_a_stage_is_retried() -> None:
     async with scheduling() as (scheduler, clock):
         request = await measured(scheduler)
         (encode,) = await take(scheduler)
@@ -90,7 +90,7 @@ async def test_it_does_not_fall_when_a_stage_is_tried_again() -> None:
         assert (denoise.task.attempt, await shown(scheduler, request)) == (3, 100 * 7 // 12)
 
 
-async def test_it_does_not_fall_when_an_input_is_made_again() -> None:
+async def test_progress_does_not_decrease_when_an_input_is_recomputed() -> None:
     async with scheduling() as (scheduler, _):
         request = await measured(scheduler)
         (encode,) = await take(scheduler)
@@ -101,7 +101,7 @@ async def test_it_does_not_fall_when_an_input_is_made_again() -> None:
         assert await shown(scheduler, request) == 100 * 1 // 12
 
 
-async def test_a_model_that_never_ran_counts_its_forwards() -> None:
+async def test_progress_of_an_unmeasured_model_counts_forwards() -> None:
     async with scheduling() as (scheduler, _):
         request = (await scheduler.submit(*asking(CARD, params(num_inference_steps=3)))).context.id
         for _ in range(2):
@@ -110,7 +110,7 @@ async def test_a_model_that_never_ran_counts_its_forwards() -> None:
         assert await shown(scheduler, request) == 75
 
 
-async def test_a_request_shows_its_steps_and_its_bill_while_it_runs_and_after() -> None:
+async def test_request_object_reports_steps_and_cost_during_and_after_the_run() -> None:
     async with scheduling() as (scheduler, clock):
         id = (await scheduler.submit(*asking(CARD, params()))).context.id
 
@@ -153,7 +153,7 @@ async def test_a_request_shows_its_steps_and_its_bill_while_it_runs_and_after() 
         assert over["started_at"] == pytest.approx(began)
 
 
-async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None:
+async def test_request_object_contains_params_tenant_and_device_seconds() -> None:
     async with scheduling() as (scheduler, clock):
         id = (await scheduler.submit(*asking(CARD, params(), tenant="ada", priority=3, alias="my model"))).context.id
         waiting = request_object(await scheduler.queue.load(id), "")

@@ -54,7 +54,7 @@ def ended(served: Served, request: str, state: str) -> dict[str, Any]:
     return shown(served, request)
 
 
-def test_completed_failed_and_cancelled_are_told_and_signed(tmp_path: Path, receiver: Receiver) -> None:
+def test_webhooks_are_signed_for_completed_failed_and_cancelled(tmp_path: Path, receiver: Receiver) -> None:
     with serve(tmp_path, webhook_hosts=HERE) as served:
         done, failed = (asked(served, receiver.url, prompt=prompt).json()["id"] for prompt in ("a circle", BROKEN))
         cancelled = asked(served, receiver.url, IDLE.name).json()["id"]
@@ -73,7 +73,7 @@ def test_completed_failed_and_cancelled_are_told_and_signed(tmp_path: Path, rece
         assert 'unfuse_webhooks_total{state="delivered"} 3.0' in page
 
 
-def test_the_page_s_program_checks_a_message(tmp_path: Path, receiver: Receiver) -> None:
+def test_verification_code_in_the_docs_checks_a_webhook(tmp_path: Path, receiver: Receiver) -> None:
     (lines,) = [one for one in blocks(ROOT / "docs" / "serving.md") if one.startswith("from standardwebhooks")]
     with serve(tmp_path, webhook_hosts=HERE) as served:
         request = asked(served, receiver.url).json()["id"]
@@ -86,7 +86,7 @@ def test_the_page_s_program_checks_a_message(tmp_path: Path, receiver: Receiver)
         exec(compile(lines, "serving.md", "exec"), names | {"body": body.replace(b"completed", b"cancelled")})
 
 
-def test_what_fails_is_told_again_with_the_same_id(tmp_path: Path, receiver: Receiver) -> None:
+def test_failed_webhook_is_retried_with_the_same_id(tmp_path: Path, receiver: Receiver) -> None:
     receiver.answers = [saying(b"HTTP/1.1 500 Oh\r\ncontent-length: 0\r\n\r\n"), saying(b"garbage\r\n\r\n")]
     with serve(tmp_path, webhook_hosts=HERE) as served:
         request = asked(served, receiver.url).json()["id"]
@@ -101,7 +101,7 @@ def test_what_fails_is_told_again_with_the_same_id(tmp_path: Path, receiver: Rec
 
 
 @pytest.mark.parametrize(("status", "attempts"), [(503, 3), (410, 1)])
-def test_a_webhook_is_given_up_after_the_last_attempt_or_when_it_says_so(
+def test_webhook_is_given_up_after_the_last_attempt_or_status_410(
     tmp_path: Path, receiver: Receiver, status: int, attempts: int
 ) -> None:
     receiver.answers = [saying(b"HTTP/1.1 %d No\r\ncontent-length: 0\r\n\r\n" % status)] * 9
@@ -111,7 +111,7 @@ def test_a_webhook_is_given_up_after_the_last_attempt_or_when_it_says_so(
     assert len(receiver.calls) == attempts
 
 
-def test_targets_that_hang_or_lie_hold_up_no_other(tmp_path: Path, receiver: Receiver) -> None:
+def test_slow_or_hostile_webhook_targets_do_not_delay_others(tmp_path: Path, receiver: Receiver) -> None:
     """Given a target that never answers, one that redirects, and one that answers without end, then each fails within
     its time, nothing is read or followed, and another one is told at once."""
     other, elsewhere = Receiver("127.0.0.2"), Receiver("127.0.0.3")
@@ -140,7 +140,7 @@ def test_targets_that_hang_or_lie_hold_up_no_other(tmp_path: Path, receiver: Rec
     assert elsewhere.calls == []
 
 
-def test_a_name_that_leads_elsewhere_when_it_is_called_is_not_followed(
+def test_webhook_host_that_resolves_to_a_private_address_is_blocked(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, looked_up = socket.getaddrinfo, list[str]()
@@ -163,7 +163,7 @@ def test_a_name_that_leads_elsewhere_when_it_is_called_is_not_followed(
     assert receiver.calls[0][0]["host"] == f"hooks.example:{receiver.port}"
 
 
-def test_a_gateway_goes_on_with_what_another_left_untold(
+def test_pending_webhook_is_delivered_by_the_next_gateway(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a gateway that ended while it told, when one begins over the same queue, then it tells once more."""
@@ -179,7 +179,7 @@ def test_a_gateway_goes_on_with_what_another_left_untold(
 
 
 @pytest.mark.slow
-def test_of_several_gateways_one_tells(tmp_path: Path, receiver: Receiver) -> None:
+def test_only_one_of_several_gateways_delivers_a_webhook(tmp_path: Path, receiver: Receiver) -> None:
     server = RedisServer(tmp_path)
     try:
         with (
@@ -223,7 +223,7 @@ def test_of_several_gateways_one_tells(tmp_path: Path, receiver: Receiver) -> No
         "http://[fd00::1]/",
     ],
 )
-def test_an_address_that_is_none_or_not_allowed_is_refused(url: str) -> None:
+def test_invalid_or_disallowed_webhook_url_raises_invalid_parameter(url: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         OutboundHttp(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
     assert refused.value.param == "webhook"
@@ -239,11 +239,11 @@ def test_an_address_that_is_none_or_not_allowed_is_refused(url: str) -> None:
         "http://192.168.7.9/x",
     ],
 )
-def test_an_allowed_address_is_accepted(url: str) -> None:
+def test_allowed_webhook_url_is_accepted(url: str) -> None:
     OutboundHttp(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
 
 
-def test_any_host_means_any_of_the_internet() -> None:
+def test_webhook_host_wildcard_allows_only_public_addresses() -> None:
     targets = OutboundHttp(["*"])
     for url in ("http://8.8.8.8/", "https://anything.example/", "http://[2001:4860:4860::8888]/"):
         targets.require(url)
@@ -270,7 +270,7 @@ def test_any_host_means_any_of_the_internet() -> None:
         ("2600::200:5efe:{0}", True),
     ],
 )
-def test_what_stands_for_an_ipv4_address_is_no_way_to_a_private_one(form: str, is_for_public_ones: bool) -> None:
+def test_ipv6_address_that_embeds_a_private_ipv4_is_blocked(form: str, is_for_public_ones: bool) -> None:
     """Given an IPv6 address that leads to an IPv4 address, then it is called at most where that one may be called."""
     targets = OutboundHttp(["*"])
     for private in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "192.168.1.1"):
@@ -285,7 +285,7 @@ def in_ipv6(form: str, address: str) -> str:
     return form.format(*words)
 
 
-async def test_names_that_stand_for_this_machine_by_other_spellings_are_not_called(receiver: Receiver) -> None:
+async def test_other_spellings_of_localhost_are_blocked(receiver: Receiver) -> None:
     targets = OutboundHttp(["*"])
     for name in ("127.1", "2130706433", "0x7f000001", "localhost"):
         with pytest.raises(TransientError, match="may not be called"):
@@ -293,7 +293,7 @@ async def test_names_that_stand_for_this_machine_by_other_spellings_are_not_call
     assert receiver.calls == []
 
 
-def test_a_webhook_is_refused_where_none_may_be_called(tmp_path: Path) -> None:
+def test_webhook_without_allowed_hosts_returns_400(tmp_path: Path) -> None:
     with serve(tmp_path) as served:
         answer = asked(served, "https://hooks.example/")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "webhook")
@@ -313,7 +313,7 @@ def test_a_webhook_is_refused_where_none_may_be_called(tmp_path: Path) -> None:
         ((), ("./secrets/of/webhooks/of/the/studio/x",), "looks like a file path"),
     ],
 )
-def test_settings_that_cannot_be_used_are_told_at_the_start(
+def test_invalid_webhook_settings_raise_config_error(
     hosts: tuple[str, ...], secrets: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
@@ -321,7 +321,7 @@ def test_settings_that_cannot_be_used_are_told_at_the_start(
     assert not any(secret in str(refused.value) for secret in secrets)
 
 
-def test_secrets_may_be_files_and_several_while_one_is_changed(tmp_path: Path, receiver: Receiver) -> None:
+def test_webhook_is_signed_with_several_secrets_for_rotation(tmp_path: Path, receiver: Receiver) -> None:
     file, next_one = tmp_path / "secret", "whsec_" + "QUJD" * 8
     file.write_text(f"{SECRET}\n")
     with serve(tmp_path, webhook_hosts=HERE, webhook_secrets=[str(file), next_one]) as served:
@@ -331,7 +331,7 @@ def test_secrets_may_be_files_and_several_while_one_is_changed(tmp_path: Path, r
         receiver.verified("whsec_" + "QUJE" * 8)
 
 
-def test_a_retried_dead_request_is_told_of_anew(tmp_path: Path, receiver: Receiver) -> None:
+def test_retried_dead_letter_gets_a_webhook_of_its_own(tmp_path: Path, receiver: Receiver) -> None:
     with serve(tmp_path, webhook_hosts=HERE) as served:
         first = asked(served, receiver.url, prompt="a poisonous circle").json()["id"]
         ended(served, first, "delivered")

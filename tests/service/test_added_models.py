@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> str:
     return shifted(tmp_path / "shifted", 3.0)
 
 
-async def test_one_that_is_removed_while_it_loads_is_gone_and_can_be_added_again(machine: Machine, folder: str) -> None:
+async def test_model_removed_while_loading_can_be_added_again(machine: Machine, folder: str) -> None:
     await machine.crews.add("added", folder)
     await machine.scheduler.registry.dismiss("added")
     assert await machine.served() == {"unfuse/shapes"}
@@ -46,7 +46,7 @@ async def test_one_that_is_removed_while_it_loads_is_gone_and_can_be_added_again
     assert await machine.served() == {"unfuse/shapes", "added"}
 
 
-async def test_one_whose_workers_fail_after_it_was_removed_is_no_failure(machine: Machine, folder: str) -> None:
+async def test_worker_failure_after_removal_is_not_a_model_failure(machine: Machine, folder: str) -> None:
     await machine.crews.add("added", folder)
     request = await machine.ask("added")
     await machine.scheduler.registry.dismiss("added")
@@ -57,7 +57,7 @@ async def test_one_whose_workers_fail_after_it_was_removed_is_no_failure(machine
     assert (await machine.scheduler.queue.load(request)).status == "failed"
 
 
-async def test_one_that_is_added_twice_at_once_is_added_once(machine: Machine, folder: str, tmp_path: Path) -> None:
+async def test_concurrent_adds_of_one_name_add_one_model(machine: Machine, folder: str, tmp_path: Path) -> None:
     second = shifted(tmp_path / "second", 6.0)
     calls = [machine.crews.add("added", source) for source in (folder, second)]
     first, other = await asyncio.gather(*calls, return_exceptions=True)
@@ -66,7 +66,7 @@ async def test_one_that_is_added_twice_at_once_is_added_once(machine: Machine, f
     assert (await machine.scheduler.registry.model_specs())["added"].source == folder
 
 
-async def test_what_workers_say_is_the_progress_of_their_models_alone(machine: Machine, folder: str) -> None:
+async def test_worker_log_lines_update_the_progress_of_their_own_model(machine: Machine, folder: str) -> None:
     await machine.crews.add("added", folder)
     assert machine.crews.progress("added") == AddModelProgress("starting")
     machine.crews.process_line(2, b'{"event": "loading", "level": "info", "done": 1, "total": 2}')
@@ -78,7 +78,7 @@ async def test_what_workers_say_is_the_progress_of_their_models_alone(machine: M
     assert machine.crews.progress("nobody") is None
 
 
-async def test_a_late_request_of_one_that_cannot_be_served_fails_too(machine: Machine, folder: str) -> None:
+async def test_late_request_for_a_failed_model_fails(machine: Machine, folder: str) -> None:
     """Given a request that was checked before its model failed, and stored after, then it fails at the next look."""
     await machine.crews.add("added", folder)
     card = (await machine.scheduler.registry.model_specs())["added"]
@@ -89,7 +89,7 @@ async def test_a_late_request_of_one_that_cannot_be_served_fails_too(machine: Ma
     assert (await machine.scheduler.queue.load(late)).status == "failed"
 
 
-async def test_a_stop_does_not_wait_for_a_hub_that_does_not_answer(machine: Machine, folder: str) -> None:
+async def test_shutdown_does_not_wait_for_an_unresponsive_hub(machine: Machine, folder: str) -> None:
     """Given a model that is still looked into, then workers are told to end at once, and its call is refused."""
     machine.hub_answers.clear()
     machine.hub_is_asked.clear()

@@ -52,12 +52,12 @@ def found(run: Path, *names: str) -> tuple[str, ...]:
     return schedulers(loaded(run, run, worker__scheduler=list(names) or None).settings)
 
 
-def test_a_worker_finds_the_server_that_runs(run: Path) -> None:
+def test_worker_finds_the_running_server(run: Path) -> None:
     with listening(server_socket(run, 8123)), listening(private_socket(run)):
         assert found(run) == (f"unix:{run}/serve-8123.sock",)
 
 
-def test_of_several_servers_it_takes_none_and_lists_them(run: Path) -> None:
+def test_several_servers_need_an_explicit_scheduler(run: Path) -> None:
     with listening(server_socket(run, 8001)), listening(server_socket(run, 8000)):
         with pytest.raises(InvalidParameter, match=r"--scheduler PORT, of 8000, 8001") as refused:
             found(run)
@@ -66,13 +66,13 @@ def test_of_several_servers_it_takes_none_and_lists_them(run: Path) -> None:
         assert found(run, "8001", ":8000") == tuple(f"unix:{run}/serve-{port}.sock" for port in (8001, 8000))
 
 
-def test_without_any_it_waits_for_the_one_that_will_be_there_by_default(run: Path) -> None:
+def test_worker_uses_the_default_socket_if_no_server_runs(run: Path) -> None:
     listening(server_socket(run, 8123)).close()  # killed
     assert found(run) == (f"unix:{run}/serve-8000.sock",)
     assert schedulers(loaded(run, run, serve__port=9000).settings) == (f"unix:{run}/serve-9000.sock",)
 
 
-def test_a_worker_that_starts_first_waits_for_its_server(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_waits_for_a_server_to_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given no server, then a worker says once that it waits, and finds the one that comes, whatever its port."""
     looks = list[float]()
 
@@ -93,7 +93,7 @@ def test_a_worker_that_starts_first_waits_for_its_server(run: Path, monkeypatch:
     assert len(looks) == 3
 
 
-def test_a_worker_that_starts_first_waits_for_its_key(run: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_waits_for_its_key_file(run: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a scheduler over TCP and no key in the data folder, then a worker says once that it waits, and has the key
     that comes; a folder that is named has to be there, and on this machine none is needed."""
     looks = list[float]()
@@ -116,12 +116,12 @@ def test_a_worker_that_starts_first_waits_for_its_key(run: Path, data: Path, mon
     assert len(looks) == 3
 
 
-def test_addresses_are_taken_as_they_are(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_scheduler_addresses_are_used_unchanged(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
     assert found(run, "tcp://10.0.0.1:8001", "unix:x.sock") == ("tcp://10.0.0.1:8001", f"unix:{run}/x.sock")
 
 
-def test_tcp_makes_keys_once_for_its_owner_alone_and_takes_them_again(run: Path, data: Path) -> None:
+def test_tcp_listen_creates_private_keys_once_and_reuses_them(run: Path, data: Path) -> None:
     composed = serve_options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"]))
     again = serve_options(loaded(run, data, serve__listen=["tcp://0.0.0.0:1", "tcp://[::]:1"]))
 
@@ -134,7 +134,7 @@ def test_tcp_makes_keys_once_for_its_owner_alone_and_takes_them_again(run: Path,
     assert trusted_keys(loaded(run, data).settings, "worker") == read(str(data / "keys"), "worker")
 
 
-def test_without_tcp_no_keys_are_made_and_none_are_needed(run: Path, data: Path) -> None:
+def test_keys_are_not_created_or_needed_without_tcp(run: Path, data: Path) -> None:
     (data / "keys").mkdir(parents=True)
     make(data / "other")
     (data / "other" / "worker.key").rename(data / "keys" / "worker.key")  # as on a machine of workers
@@ -144,7 +144,7 @@ def test_without_tcp_no_keys_are_made_and_none_are_needed(run: Path, data: Path)
     assert not (data / "keys" / "scheduler.key").exists()
 
 
-def test_keys_that_are_named_go_before_those_of_the_data_folder(run: Path, data: Path) -> None:
+def test_named_keys_override_those_of_the_data_folder(run: Path, data: Path) -> None:
     make(data / "named")
     composed = serve_options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"], keys=str(data / "named")))
     assert composed.trust == read(str(data / "named"), "scheduler")
@@ -152,7 +152,7 @@ def test_keys_that_are_named_go_before_those_of_the_data_folder(run: Path, data:
     assert not (data / "keys").exists()
 
 
-def test_insecure_listen_makes_no_keys_and_uses_none_but_named_ones(run: Path, data: Path) -> None:
+def test_insecure_listen_uses_no_keys_except_named_keys(run: Path, data: Path) -> None:
     flags = {"serve__listen": ["tcp://0.0.0.0:0"], "insecure_listen": True}
     composed = serve_options(loaded(run, data, **flags))
     assert (composed.trust, keys_folder(composed.settings, "worker")) == (INSECURE, "")
@@ -164,7 +164,7 @@ def test_insecure_listen_makes_no_keys_and_uses_none_but_named_ones(run: Path, d
     assert isinstance(serve_options(loaded(run, data, **flags, keys=str(data / "keys"))).trust, Keys)
 
 
-def test_many_that_make_keys_at_once_have_the_same(data: Path) -> None:
+def test_concurrent_key_creation_yields_one_key_pair(data: Path) -> None:
     def made(_: int) -> Keys | None:
         make_once(data / "keys")
         return read(str(data / "keys"), "scheduler")
@@ -174,7 +174,7 @@ def test_many_that_make_keys_at_once_have_the_same(data: Path) -> None:
     assert [path.name for path in data.iterdir()] == ["keys"]
 
 
-def test_keys_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
+def test_unwritable_key_folder_raises_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for making in (make, make_once):
         with pytest.raises(ConfigError, match="keys cannot be written to .*name another folder"):
@@ -182,7 +182,7 @@ def test_keys_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusted", [Keys("s" * 40, "p" * 40), INSECURE, None])
-def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(trusted: Trust, tmp_path: Path) -> None:
+def test_server_start_prints_how_workers_connect_or_an_open_warning(trusted: Trust, tmp_path: Path) -> None:
     make(tmp_path / "keys")
     lines = connect_instructions(
         trusted, f"{tmp_path}/keys", ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])]
@@ -207,7 +207,7 @@ def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(tru
         (["scheduler.key", "worker.key", "shared.key"], "copy FOLDER/worker.key, which is"),
     ],
 )
-def test_a_key_to_be_copied_is_a_file_that_is_there(files: list[str], named: str, tmp_path: Path) -> None:
+def test_connect_instructions_name_only_existing_key_files(files: list[str], named: str, tmp_path: Path) -> None:
     """Given a server's machine that has the scheduler's half of a pair alone, then no path is named."""
     for name in files:
         (tmp_path / name).touch()

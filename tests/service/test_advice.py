@@ -38,7 +38,7 @@ FIRST = frozenset({"denoiser"})
         ),
     ],
 )
-def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: WorkerPlan, free: int, says: str) -> None:
+def test_split_that_uses_more_devices_or_saves_memory_is_recommended(want: WorkerPlan, free: int, says: str) -> None:
     gib = 1 << 30
     needs = {
         role: (ComponentMemory(role, "float32", size * gib, ("a",)),)
@@ -50,7 +50,7 @@ def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: WorkerP
     assert split_recommendation(found).startswith("split: ")
 
 
-def test_batches_are_told_by_pool_as_comparing_has_shown(tmp_path: Path) -> None:
+def test_batch_invariance_results_are_reported_by_pool(tmp_path: Path) -> None:
     found = plan_models(["unfuse/shapes"], "", WorkerPlan(), (Device("cpu", 1 << 40),))
     pools = found.models[0].spec.pools()
     denoise, decode, seen = f"{pools['denoise']}@0a", pools["vae_decode"], InvarianceResults(tmp_path / EXACTNESS)
@@ -66,7 +66,7 @@ def test_batches_are_told_by_pool_as_comparing_has_shown(tmp_path: Path) -> None
     ]
 
 
-def test_components_that_take_turns_in_one_worker_are_not_split() -> None:
+def test_split_is_not_recommended_with_model_offload() -> None:
     needs = {role: (ComponentMemory(role, "float32", 1 << 30, ("a",)),) for role in ROLES}
     devices, want = (
         (Device("cpu", 90 << 30), Device("cuda:0", 9 << 30)),

@@ -21,7 +21,7 @@ class Told:
         self.course.count_finished()
 
 
-def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_after_it() -> None:
+def test_comparison_estimates_its_time_after_the_first_request() -> None:
     told = Told()
     assert told.said == [
         "10 requests with diffusers, then 5 requests with unfuse: an estimate follows after the first request"
@@ -45,14 +45,14 @@ def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_a
     assert (str(told.course), len(told.said)) == ("done", 2)
 
 
-def test_what_stages_took_before_is_an_estimate_at_once() -> None:
+def test_comparison_estimates_its_time_from_earlier_measurements() -> None:
     assert Told(8.0).said[0].endswith(": about 2 min, estimated from earlier measurements on this machine")
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.4, "0 s"), (99.4, "99 s"), (100.0, "2 min"), (5900, "98 min"), (6100, "1 h 42 min")]
 )
-def test_a_time_is_said_in_its_unit(seconds: float, said: str) -> None:
+def test_duration_is_formatted_with_its_unit(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
@@ -83,7 +83,7 @@ def figures(latency: float, rate: float, memory: int) -> ComparisonFigures:
         ),
     ],
 )
-def test_the_verdict_is_about_speed_alone_and_at_once(
+def test_comparison_summary_covers_latency_and_throughput(
     latency: float, rate: float, faster: str, alone: str, at_once: str
 ) -> None:
     assert comparison_summary(figures(2.0, 2.0, 100), figures(latency, rate, 300), 2) == (

@@ -95,7 +95,7 @@ def encoded(request: dict[str, Any]) -> tuple[str, bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "sqlite", "redis"])
-async def test_a_prompt_that_comes_again_is_not_encoded_again(
+async def test_repeated_prompt_is_read_from_the_encoder_cache(
     kind: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Given as many gateways over the queue as it takes, with the cache at its default size, when each is asked for the

@@ -98,7 +98,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.service.worker_groups.CHECK_INTERVAL_S", 0.0)
 
 
-async def test_what_stays_has_workers_before_the_others_end() -> None:
+async def test_old_worker_group_stops_after_the_new_group_is_ready() -> None:
     """Given room for both crews, then the first one ends once all workers of the second are there, and not before."""
     house, stays = House(4), {PICTURES.name}
     await house.begin(PICTURES.name, IDLE.name)
@@ -116,7 +116,7 @@ async def test_what_stays_has_workers_before_the_others_end() -> None:
 
 
 @pytest.mark.parametrize("room", [2, 3])
-async def test_where_there_is_less_room_they_come_after(room: int) -> None:
+async def test_old_worker_group_stops_first_if_memory_is_short(room: int) -> None:
     """Given room for one crew, or for a smaller one beside it, then the first one ends, and the next has it all."""
     house = House(room)
     await house.begin(PICTURES.name, IDLE.name)
@@ -126,7 +126,7 @@ async def test_where_there_is_less_room_they_come_after(room: int) -> None:
     assert len(house.crews[1].ids) == 2
 
 
-async def test_workers_that_cannot_start_beside_others_are_tried_again_without_them() -> None:
+async def test_worker_group_that_fails_beside_another_is_started_again_alone() -> None:
     house, stays = House(4), {PICTURES.name}
     await house.begin(PICTURES.name, IDLE.name)
     await house.dismiss(IDLE.name)
@@ -137,7 +137,7 @@ async def test_workers_that_cannot_start_beside_others_are_tried_again_without_t
     assert {*await house.scheduler.registry.model_specs()} >= stays
 
 
-async def test_another_one_that_leaves_meanwhile_changes_who_follows() -> None:
+async def test_second_removal_during_an_exchange_replaces_the_new_group() -> None:
     house, stays = House(8), {PICTURES.name}
     await house.begin(PICTURES.name, IDLE.name, STILL.name)
     await house.dismiss(IDLE.name)

@@ -28,7 +28,7 @@ def id_of(number: int) -> str:
     return f"req_{number:032x}"
 
 
-def test_each_byte_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_use_counts_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     data, hub = tmp_path / "data", tmp_path / "hub" / "models--a--b"
     results = open_results(f"disk:{data}")
@@ -52,7 +52,7 @@ def test_each_byte_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_what_a_stop_saved_is_a_row_of_its_own(tmp_path: Path) -> None:
+def test_disk_use_lists_objects_saved_at_shutdown_separately(tmp_path: Path) -> None:
     """Given results on a disk, then what workers save there when they stop is neither results nor other data."""
     open_results(f"disk:{tmp_path}/copies").put(id_of(1), 0, "image/png", bytes(50))
     rows = by_what({"data_dir": str(tmp_path)})
@@ -60,7 +60,7 @@ def test_what_a_stop_saved_is_a_row_of_its_own(tmp_path: Path) -> None:
     assert rows["results"]["bytes"] == rows["other data"]["bytes"] == 0
 
 
-def test_what_lies_elsewhere_has_no_bytes_here_and_tells_no_password(tmp_path: Path) -> None:
+def test_disk_use_of_remote_stores_is_null_and_hides_passwords(tmp_path: Path) -> None:
     there = {"serve.queue": "redis://user:secret@h/0", "serve.results": "s3://bucket/x", "data_dir": str(tmp_path)}
     rows = by_what(there | {"serve.store": f"spill:shared_memory+disk:{tmp_path}/spill"})
     assert rows["queue"]["bytes"] is None and rows["results"]["bytes"] is None
@@ -68,7 +68,9 @@ def test_what_lies_elsewhere_has_no_bytes_here_and_tells_no_password(tmp_path: P
     assert "secret" not in json.dumps(rows)
 
 
-def test_the_verb_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_disk_command_prints_a_table_or_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path))
     for arguments in (["disk"], ["disk", "--json"]):
         with pytest.raises(SystemExit) as ended:
@@ -80,13 +82,13 @@ def test_the_verb_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("said", "seconds"), [("90", 90.0), ("90min", 5400.0), ("24h", 86400.0), ("1.5d", 129600.0)])
-def test_a_time_may_have_a_unit(said: str, seconds: float) -> None:
+def test_retention_accepts_time_units(said: str, seconds: float) -> None:
     assert load({"serve.retention_s": said}, None, {}).settings.serve.retention_s == seconds
     assert load({}, None, {"UNFUSE_SERVE__RETENTION_S": said}).settings.serve.retention_s == seconds
 
 
 @pytest.mark.parametrize("said", ["soon", "-1h", "0", "3 weeks", "1e999"])
-def test_a_time_that_is_none_is_refused(said: str) -> None:
+def test_invalid_retention_raises_usage_error(said: str) -> None:
     with pytest.raises(UsageError, match="retention"):
         load({"serve.retention_s": said}, None, {})
 
@@ -104,7 +106,7 @@ async def kept(folder: Path, queue: MemoryQueue, limit: int) -> list[int]:
     return left
 
 
-async def test_the_oldest_results_go_above_the_limit_and_are_read_to_their_end(
+async def test_oldest_results_are_evicted_and_open_files_stay_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given four results, the oldest of a request that is not over, then the next oldest go, as many as have to."""
@@ -129,7 +131,7 @@ async def test_the_oldest_results_go_above_the_limit_and_are_read_to_their_end(
     await queue.close()
 
 
-async def test_a_queue_that_has_no_room_keeps_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_results_are_evicted_even_if_the_queue_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a disk that is full, so that the queue can forget nothing, then results go all the same."""
     monkeypatch.setattr(service, "BOUND_S", 0.0)
     queue, results = MemoryQueue(ManualClock()), open_results(f"disk:{tmp_path}")

@@ -48,11 +48,11 @@ def removed(unfuse: Run, *flags: str) -> dict[str, str]:
     return {row["path"]: row["what"] for row in json.loads(out)["removed"]}
 
 
-def test_a_clean_machine_is_said_to_be_one(unfuse: Run, place: Path) -> None:
+def test_doctor_clean_reports_nothing_to_clean(unfuse: Run, place: Path) -> None:
     assert unfuse("doctor", "--clean")[1] == "nothing to clean: no dead process left anything here\n"
 
 
-def test_sockets_go_when_nobody_listens(unfuse: Run, place: Path) -> None:
+def test_doctor_clean_removes_sockets_without_a_listener(unfuse: Run, place: Path) -> None:
     with socket.socket(socket.AF_UNIX) as living, socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(place / "run" / "dead.sock"))
         dead.listen()
@@ -63,7 +63,7 @@ def test_sockets_go_when_nobody_listens(unfuse: Run, place: Path) -> None:
         assert (place / "run" / "living.sock").exists()
 
 
-def test_a_passing_folder_goes_with_its_process_or_when_that_was_killed(unfuse: Run, place: Path) -> None:
+def test_temporary_folders_of_killed_processes_are_removed(unfuse: Run, place: Path) -> None:
     with passing_folder() as mine:
         (mine / "picture").touch()
         os.utime(mine, (OLD, OLD))
@@ -76,7 +76,9 @@ def test_a_passing_folder_goes_with_its_process_or_when_that_was_killed(unfuse: 
     assert not mine.exists()
 
 
-def test_what_is_somebody_else_s_or_no_folder_stays(unfuse: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_other_users_and_symlinks_are_not_removed(
+    unfuse: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = place / "precious"
     target.mkdir()
     (place / "tmp" / f"{PASSING}link").symlink_to(target)
@@ -87,7 +89,7 @@ def test_what_is_somebody_else_s_or_no_folder_stays(unfuse: Run, place: Path, mo
     assert foreign.exists()
 
 
-def test_locks_go_with_the_file_they_were_for(unfuse: Run, place: Path) -> None:
+def test_lock_files_of_deleted_files_are_removed(unfuse: Run, place: Path) -> None:
     data = place / "data"
     for name in ("queue.db", "queue.db.lock", "gone.db.lock", "held.db.lock"):
         (data / name).touch()
@@ -96,7 +98,7 @@ def test_locks_go_with_the_file_they_were_for(unfuse: Run, place: Path) -> None:
         assert removed(unfuse) == {str(data / "gone.db.lock"): "a lock file whose file was deleted"}
 
 
-def test_half_a_file_goes_once_nobody_can_still_be_writing_it(unfuse: Run, place: Path) -> None:
+def test_old_partially_written_files_are_removed(unfuse: Run, place: Path) -> None:
     folder = place / "data" / f"req_{'0' * 32}"
     folder.mkdir()
     old, new, whole = folder / f".0.{'a' * 16}", folder / f".1.{'b' * 16}", folder / "2"
@@ -108,7 +110,7 @@ def test_half_a_file_goes_once_nobody_can_still_be_writing_it(unfuse: Run, place
     assert removed(unfuse) == dict.fromkeys((str(old), str(met)), "a partially written file")
 
 
-def test_spilled_objects_go_when_no_worker_lives_and_copies_stay(
+def test_spilled_objects_are_removed_if_no_worker_runs(
     unfuse: Run, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spill, object = place / "spill", place / "spill" / "objects" / "worker" / "req" / "object"

@@ -59,7 +59,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
+def test_loading_progress_lists_each_worker_until_all_are_ready() -> None:
     ready: list[bool] = []
     loading = LoadingProgress(["one", "two"])
     assert str(loading) == "inspecting one, two"
@@ -76,7 +76,7 @@ def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
     assert str(loading) == "", "and nothing needs to be said any more"
 
 
-def test_loading_is_under_way_from_when_workers_are_expected_until_they_are_ready() -> None:
+def test_loading_is_under_way_until_expected_workers_are_ready() -> None:
     loading = LoadingProgress(["one"])
     assert not loading.is_under_way
     for _ in range(2):  # workers may be started again
@@ -86,7 +86,7 @@ def test_loading_is_under_way_from_when_workers_are_expected_until_they_are_read
         assert not loading.is_under_way
 
 
-def test_a_download_is_told_in_bytes_and_rate() -> None:
+def test_download_progress_shows_bytes_and_rate() -> None:
     loading = LoadingProgress(["one"])
     loading.expect_workers(["encoder"])
     loading.record(0, {"event": "fetching", "model": "one", "done": 1 << 20, "total": 3 << 20, "rate": float(1 << 20)})
@@ -94,7 +94,7 @@ def test_a_download_is_told_in_bytes_and_rate() -> None:
     assert str(loading) == "loading one: encoder downloading 1.0 MiB of 3.0 MiB, 1.0 MiB/s, 0:02 left"
 
 
-def test_of_ranks_the_one_that_has_loaded_least_is_told() -> None:
+def test_loading_progress_shows_the_slowest_rank() -> None:
     loading = LoadingProgress(["one"])
     loading.expect_workers(["denoiser"])
 
@@ -111,13 +111,13 @@ def test_of_ranks_the_one_that_has_loaded_least_is_told() -> None:
     assert told("importing", 0) == "importing", "when they are started again"
 
 
-def test_who_starts_no_worker_has_nothing_to_wait_for() -> None:
+def test_loading_is_complete_if_no_workers_are_expected() -> None:
     ready: list[bool] = []
     LoadingProgress(["one"]).expect_workers([], lambda: ready.append(True))
     assert ready
 
 
-def test_workers_that_are_equally_far_are_one_part_of_the_line() -> None:
+def test_workers_with_equal_progress_are_grouped() -> None:
     loading = LoadingProgress(["one"])
     loading.expect_workers(["all", "all", "encoder"])
     for worker in range(3):
@@ -125,7 +125,7 @@ def test_workers_that_are_equally_far_are_one_part_of_the_line() -> None:
     assert str(loading) == "loading one: all importing (×2), encoder importing"
 
 
-def test_only_the_first_start_is_shown_in_the_line_and_it_is_ready_once() -> None:
+def test_loading_line_shows_only_the_first_start() -> None:
     ready: list[bool] = []
     loading = LoadingProgress(["one"])
     loading.expect_workers(["all"], lambda: ready.append(True))
@@ -138,7 +138,7 @@ def test_only_the_first_start_is_shown_in_the_line_and_it_is_ready_once() -> Non
     assert ready == [True]
 
 
-def test_the_earliest_phase_of_all_workers_counts_with_its_bytes() -> None:
+def test_overall_progress_is_the_earliest_phase_with_summed_bytes() -> None:
     loading = LoadingProgress(["one"])
     loading.expect_workers(["encoder", "denoiser"])
     assert loading.earliest() == RankProgress("starting")
@@ -157,7 +157,7 @@ def test_the_earliest_phase_of_all_workers_counts_with_its_bytes() -> None:
     assert loading.earliest() is None
 
 
-def test_bytes_of_ranks_are_added_up() -> None:
+def test_loaded_bytes_of_ranks_are_summed() -> None:
     loading = LoadingProgress(["one"])
     loading.expect_workers(["denoiser"])
     loading.record(0, {"event": "loading", "done": 1, "total": 4, "rank": 0})
@@ -165,7 +165,7 @@ def test_bytes_of_ranks_are_added_up() -> None:
     assert loading.earliest() == RankProgress("loading", 3, 8)
 
 
-def test_what_is_not_understood_changes_nothing() -> None:
+def test_malformed_progress_records_are_ignored() -> None:
     loading = LoadingProgress(["one"])
     loading.expect_workers(["denoiser"])
     for worker, record in (
@@ -177,7 +177,7 @@ def test_what_is_not_understood_changes_nothing() -> None:
     assert loading.earliest() == RankProgress("starting")
 
 
-def test_a_line_is_said_every_few_seconds_until_all_workers_are_ready() -> None:
+def test_loading_line_is_repeated_until_all_workers_are_ready() -> None:
     now, lines, loading = [100.0], list[str](), LoadingProgress(["one"])
     progress = LoadLines("one", loading, lines.append, lambda: now[0])
     loading.expect_workers(["encoder", "denoiser"])
@@ -193,7 +193,7 @@ def test_a_line_is_said_every_few_seconds_until_all_workers_are_ready() -> None:
     assert lines[1:] == ["one is ready in 7 s"]
 
 
-def test_a_program_hears_on_standard_error_how_far_its_workers_are(said: Callable[..., list[str]]) -> None:
+def test_local_writes_loading_progress_to_stderr(said: Callable[..., list[str]]) -> None:
     first, last = said()
     assert first == "unfuse: inspecting some/model"
     assert re.fullmatch(r"unfuse: some/model is ready in \d+ s", last)
@@ -201,7 +201,7 @@ def test_a_program_hears_on_standard_error_how_far_its_workers_are(said: Callabl
     assert not [one for one in threading.enumerate() if one.name == "unfuse-loading"]
 
 
-def test_a_program_that_configures_logging_gets_the_lines_in_its_log(
+def test_loading_progress_goes_to_logging_if_it_is_configured(
     said: Callable[..., list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "unfuse"):
@@ -210,7 +210,7 @@ def test_a_program_that_configures_logging_gets_the_lines_in_its_log(
     assert len(caplog.messages) == 2
 
 
-def test_a_program_that_configures_structlog_gets_the_lines_there(said: Callable[..., list[str]]) -> None:
+def test_loading_progress_goes_to_structlog_if_it_is_configured(said: Callable[..., list[str]]) -> None:
     with structlog.testing.capture_logs() as told:
         structlog.configure(processors=structlog.get_config()["processors"])
         assert said() == []
@@ -219,14 +219,14 @@ def test_a_program_that_configures_structlog_gets_the_lines_there(said: Callable
 
 
 @pytest.mark.parametrize("level", ["error", "warning"])
-def test_who_sets_the_level_of_the_log_hears_no_more_than_that(
+def test_log_level_above_info_silences_loading_progress(
     said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     monkeypatch.setenv("UNFUSE_LOG__LEVEL", level)
     assert said() == []
 
 
-def test_what_fails_before_any_worker_starts_ends_the_lines(
+def test_failure_before_workers_start_ends_loading_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])

@@ -28,7 +28,7 @@ def unconfigured() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("level", "shown"), [("error", 0), ("warning", 1), ("info", 2)])
-def test_what_a_worker_logs_is_shown_by_its_level(capsys: pytest.CaptureFixture[str], level: str, shown: int) -> None:
+def test_worker_log_records_are_filtered_by_level(capsys: pytest.CaptureFixture[str], level: str, shown: int) -> None:
     logs = Logs(LogSettings(level, "json"))
     logs.relay(0, INFO)
     logs.relay(0, WARNING)
@@ -36,7 +36,7 @@ def test_what_a_worker_logs_is_shown_by_its_level(capsys: pytest.CaptureFixture[
     assert [json.loads(line)["event"] for line in lines] == ["ready", "task failed"][2 - shown :]
 
 
-def test_text_is_one_line_a_record_in_which_nothing_moves_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_log_escapes_newlines_and_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     logs = Logs(LogSettings("info", "text"))
     logs.relay(0, WARNING)
     logs.relay(0, b'{"event": "a\\u001b[2Jb\\nc", "level": "error"}')
@@ -48,12 +48,12 @@ def test_text_is_one_line_a_record_in_which_nothing_moves_the_terminal(capsys: p
     assert third == "\\x1b[2Jraw"
 
 
-def test_where_records_are_expected_a_plain_line_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_log_wraps_a_plain_line_in_a_record(capsys: pytest.CaptureFixture[str]) -> None:
     Logs(LogSettings(format="json"), quiet=True).relay(3, b"Segmentation fault\n")
     assert json.loads(capsys.readouterr().err) == {"event": "Segmentation fault", "level": "warning", "worker": 3}
 
 
-def test_a_process_without_standard_error_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_without_stderr_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     logs = Logs(LogSettings("info", "text"))
     logs.relay(0, INFO)
@@ -62,7 +62,7 @@ def test_a_process_without_standard_error_logs_nothing(monkeypatch: pytest.Monke
     assert not logs.interactive
 
 
-def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_record_receives_records_below_the_log_level(capsys: pytest.CaptureFixture[str]) -> None:
     logs = Logs(LogSettings("error"))
     heard: list[tuple[int, str]] = []
 
@@ -78,7 +78,9 @@ def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(("level", "shown"), [("info", 0), ("debug", 1)])
-def test_what_progress_shows_is_a_detail_of_the_log(capsys: pytest.CaptureFixture[str], level: str, shown: int) -> None:
+def test_records_shown_as_progress_are_logged_at_debug_level(
+    capsys: pytest.CaptureFixture[str], level: str, shown: int
+) -> None:
     logs = Logs(LogSettings(level, "json"))
     logs.on_record = lambda worker, record: record["event"] == "ready"
     logs.relay(0, INFO)
@@ -87,7 +89,7 @@ def test_what_progress_shows_is_a_detail_of_the_log(capsys: pytest.CaptureFixtur
     assert events == ["ready", "task failed"][1 - shown :]
 
 
-def test_seconds_have_two_digits_in_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_log_rounds_seconds_to_two_digits(capsys: pytest.CaptureFixture[str]) -> None:
     logs = Logs(LogSettings("info", "text"))
     logs.relay(0, b'{"event": "loaded", "level": "info", "seconds": 0.019943501999932778, "bytes": 3158}')
     line = capsys.readouterr().err
@@ -97,11 +99,11 @@ def test_seconds_have_two_digits_in_text(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "line", [b"[1]", b"{}", b'{"event": 1, "level": "info"}', b'{"event": "x", "level": []}', b"{" * 5000]
 )
-def test_what_is_no_record_is_a_plain_line(line: bytes) -> None:
+def test_invalid_log_record_is_not_parsed(line: bytes) -> None:
     assert read_record(line) is None
 
 
-def test_what_another_process_logged_is_logged_again_with_its_own_level(capsys: pytest.CaptureFixture[str]) -> None:
+def test_relayed_log_record_keeps_its_level(capsys: pytest.CaptureFixture[str]) -> None:
     Logs(LogSettings("warning", "json")).open_log()
     for line in (INFO, WARNING):
         record = read_record(line)
@@ -111,7 +113,7 @@ def test_what_another_process_logged_is_logged_again_with_its_own_level(capsys: 
     assert json.loads(told)["reason"].startswith("a\x1b")
 
 
-def test_what_libraries_log_comes_with_the_rest(
+def test_log_records_of_libraries_are_included(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Logs(LogSettings("info", "json")).open_log()
@@ -121,7 +123,7 @@ def test_what_libraries_log_comes_with_the_rest(
     assert (told["event"], told["level"], told["library"]) == ("watch out", "warning", "some.library")
 
 
-def test_a_reader_that_is_gone_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_stderr_pipe_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def isatty(self) -> bool:
             return False
@@ -139,12 +141,12 @@ def test_a_reader_that_is_gone_harms_nothing(monkeypatch: pytest.MonkeyPatch) ->
     logs.relay(0, WARNING)
 
 
-def test_workers_are_told_to_write_records_and_no_more_than_is_looked_at() -> None:
+def test_workers_are_started_with_json_logs_and_a_matching_level() -> None:
     assert Logs(LogSettings("error")).environment == {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "info"}
     assert Logs(LogSettings("debug", "text")).environment["UNFUSE_LOG__LEVEL"] == "debug"
 
 
-def test_quiet_is_nothing_but_errors_unless_a_level_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_hides_everything_below_error_unless_a_level_is_set(capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Logs(quiet=True)
     quiet.write_line("making it")
     quiet.relay(0, WARNING)

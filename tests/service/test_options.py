@@ -24,7 +24,7 @@ from unfuse.service.service import Service, private_pools, public_names
 from unfuse.service.settings import load
 
 
-def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_service_ignores_api_key_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given the key that client verbs send, or a key file that is not here, then `generate` draws here all the same."""
     environment = {"UNFUSE_API_KEY": "short", "UNFUSE_SERVE__API_KEYS": "/nowhere/keys", "UNFUSE_DATA_DIR": "/d"}
     loaded = load({}, None, environment)
@@ -37,7 +37,7 @@ def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pyte
         serve_options(loaded)
 
 
-def test_settings_become_what_is_composed() -> None:
+def test_settings_map_to_serve_options() -> None:
     environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k" * 16}
     environment |= {
         "UNFUSE_SERVE__WORKERS": "encoder=1,denoiser=3,decoder=1",
@@ -81,9 +81,7 @@ def test_settings_become_what_is_composed() -> None:
         ({"serve.slots": ("encoder=7",), "worker.slots": 3}, "7", "3"),
     ],
 )
-def test_workers_are_told_what_is_set_for_their_role_or_for_all(
-    settings: dict[str, Any], encoder: str, denoiser: str
-) -> None:
+def test_worker_slots_are_set_per_role_or_for_all_roles(settings: dict[str, Any], encoder: str, denoiser: str) -> None:
     """0 leaves it to what their stages say."""
     chosen = serve_options(load({"serve.workers": "split", **settings}, None, {}))
     slots = {spec.role: spec.flags["slots"] for spec in worker_specs(plan_service(chosen), chosen.settings, {}, {})}
@@ -91,19 +89,19 @@ def test_workers_are_told_what_is_set_for_their_role_or_for_all(
 
 
 @pytest.mark.parametrize("text", ["nonsense=1", "encoder=1,sculptor=2", "perhaps"])
-def test_workers_that_no_stage_has_a_role_for_are_refused_before_anything_is_started(text: str) -> None:
+def test_unknown_worker_role_raises_config_error(text: str) -> None:
     chosen = serve_options(load({"serve.workers": text}, None, {}))
     with pytest.raises(ConfigError, match=r"no stage has the role \w+: roles are encoder, denoiser, decoder, and all"):
         plan_service(chosen)
 
 
 @pytest.mark.parametrize(("given", "slots"), [((), "0"), (("denoiser=3", "decoder=2"), "2")])
-def test_a_worker_of_several_roles_has_the_least_slots_that_are_set_for_one(given: tuple[str, ...], slots: str) -> None:
+def test_worker_of_several_roles_has_the_smallest_number_of_slots(given: tuple[str, ...], slots: str) -> None:
     chosen = serve_options(load({"serve.workers": "all=1", "serve.slots": given}, None, {}))
     assert [spec.flags["slots"] for spec in worker_specs(plan_service(chosen), chosen.settings, {}, {})] == [slots]
 
 
-def test_workers_of_models_in_turns_are_started_with_one_model_at_a_time() -> None:
+def test_worker_is_started_with_max_loaded_models() -> None:
     chosen = serve_options(load({"serve.workers": "all=1", "worker.max_loaded_models": "1"}, None, {}))
     (spec,) = worker_specs(plan_service(chosen), chosen.settings, {}, {})
     assert (spec.role, spec.flags["max-loaded-models"]) == ("all", "1")
@@ -119,7 +117,7 @@ def test_workers_of_models_in_turns_are_started_with_one_model_at_a_time() -> No
         {"serve.workers": "all=1", "compute.parallel": "denoiser=cfg:2"},
     ],
 )
-def test_one_model_at_a_time_needs_workers_of_all_stages(other: dict[str, str]) -> None:
+def test_max_loaded_models_needs_workers_of_all_stages(other: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="--max-loaded-models 1 needs workers of all stages: write --workers all=1"):
         serve_options(load({"worker.max_loaded_models": "1", **other}, None, {}))
 
@@ -133,7 +131,7 @@ def test_one_model_at_a_time_needs_workers_of_all_stages(other: dict[str, str]) 
         ("encoder+decoder=1,denoiser=2", ["encoder+decoder", "denoiser", "denoiser"]),
     ],
 )
-def test_which_workers_are_started_is_said_in_a_list(text: str, workers: list[str]) -> None:
+def test_workers_option_determines_the_started_roles(text: str, workers: list[str]) -> None:
     chosen = serve_options(load({"serve.workers": text}, None, {}))
     assert [worker.role for worker in plan_service(chosen).workers] == workers
 
@@ -147,19 +145,19 @@ def test_which_workers_are_started_is_said_in_a_list(text: str, workers: list[st
         (["a", "b"], [], {}),
     ],
 )
-def test_models_go_by_the_names_they_are_given(models: list[str], names: list[str], public: dict[str, str]) -> None:
+def test_served_model_names_map_to_models(models: list[str], names: list[str], public: dict[str, str]) -> None:
     assert (
         public_names(load({"serve.models": models, "serve.served_model_name": names}, None, {}).settings.serve)
         == public
     )
 
 
-def test_a_store_within_one_process_cannot_be_that_of_several() -> None:
+def test_memory_store_for_several_processes_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="use shared_memory"):
         serve_options(load({"serve.store": "memory"}, None, {}))
 
 
-def test_it_must_be_clear_whose_a_name_is() -> None:
+def test_served_names_that_do_not_match_models_raise_config_error() -> None:
     given = {"serve.models": ["a", "b"], "serve.served_model_name": ["x"]}
     with pytest.raises(ConfigError, match="has 1 values for 2 models"):
         public_names(load(given, None, {}).settings.serve)
@@ -172,7 +170,7 @@ def test_it_must_be_clear_whose_a_name_is() -> None:
         ({"compute.parallel": "denoiser=ring:2"}, "cannot be used with --parallel denoiser"),
     ],
 )
-def test_skipping_blocks_by_default_is_refused_where_requests_would_be(more: dict[str, str], says: str) -> None:
+def test_default_feature_cache_with_exact_or_ring_raises_config_error(more: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         serve_options(load({"serve.feature_cache": 0.1, **more}, None, {}))
 
@@ -186,7 +184,7 @@ def test_skipping_blocks_by_default_is_refused_where_requests_would_be(more: dic
         ("denoiser=ring", "needs a number of ranks"),
     ],
 )
-def test_a_spread_that_cannot_be_is_refused_before_anything_is_started(spread: str, says: str) -> None:
+def test_invalid_parallel_option_raises_config_error(spread: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan_service(serve_options(load({"serve.models": ["unfuse/shapes"], "compute.parallel": spread}, None, {})))
 
@@ -197,7 +195,7 @@ def opened_elsewhere(address: str) -> Any:
     return lambda specs, hear: SimpleNamespace(specs=specs, start=lambda: None)
 
 
-def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
+def test_remote_workers_get_the_scheduler_address_but_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also from all addresses; where theirs are they say themselves, and their run folders are their own."""
@@ -224,7 +222,7 @@ def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
     assert secret not in repr(one)
 
 
-def test_workers_elsewhere_need_an_address_to_come_to(tmp_path: Path) -> None:
+def test_remote_launcher_needs_a_tcp_listen_address(tmp_path: Path) -> None:
     environment = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_SERVE__LAUNCHER": "ray"}
     with pytest.raises(ConfigError, match="--launcher ray needs --listen tcp://HOST:PORT"):
         serve_options(load({}, None, environment))
@@ -239,7 +237,7 @@ def test_workers_elsewhere_need_an_address_to_come_to(tmp_path: Path) -> None:
         ("serve.durable_stages", ("denoise", "nonsense"), "--durable-stages nonsense: there is no stage kind 'nonsens"),
     ],
 )
-def test_a_kind_that_no_stage_has_is_refused_with_those_that_exist(
+def test_unknown_stage_kind_raises_config_error_listing_known_kinds(
     flag: str, said: tuple[str, ...], entry: str, tmp_path: Path
 ) -> None:
     loaded = load({"serve.models": ("unfuse/shapes",), flag: said}, None, {"UNFUSE_DATA_DIR": str(tmp_path)})
@@ -248,7 +246,7 @@ def test_a_kind_that_no_stage_has_is_refused_with_those_that_exist(
     assert "decode, denoise, image_encode, prefill, redraw_encode, text_encode, vae_decode" in str(refused.value)
 
 
-def test_kinds_of_stages_that_other_models_have_are_taken(tmp_path: Path) -> None:
+def test_stage_kinds_of_other_models_are_accepted(tmp_path: Path) -> None:
     """A model that is added later may have them."""
     said = {"serve.encode": ("prefill=int4",), "serve.durable_stages": ("vision_encode", "text_encode")}
     plan_service(
@@ -257,7 +255,7 @@ def test_kinds_of_stages_that_other_models_have_are_taken(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_serve_ends_with_what_is_wrong_with_a_kind(tmp_path: Path) -> None:
+def test_serve_exits_with_an_error_for_an_unknown_stage_kind(tmp_path: Path) -> None:
     command = unfuse("serve", "unfuse/shapes", "--encode", "nonsense=int4", "--port", "0")
     ran = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 2 and "there is no stage kind 'nonsense'" in ran.stderr

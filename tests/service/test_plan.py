@@ -54,7 +54,7 @@ def dtypes(model: PlannedModel) -> dict[str, str]:
     return {name: one.dtype for name, one in model.components.items() if one.parameters}
 
 
-def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in() -> None:
+def test_component_memory_is_computed_from_headers_and_dtype() -> None:
     (model,) = look(wanted("bfloat16"))
     transformer, vae, tokenizer = (model.components[name] for name in ("transformer", "vae", "tokenizer"))
     assert (transformer.kind, transformer.memory) == (
@@ -68,7 +68,7 @@ def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in
 
 
 @pytest.mark.slow
-def test_what_sees_and_what_speaks_are_weighed_apart_and_may_have_other_dtypes(tmp_path: Path) -> None:
+def test_vision_and_language_components_have_own_memory_and_dtypes(tmp_path: Path) -> None:
     folder = make_vision_model(tmp_path / "tiny")
     (model,) = read_models([str(folder)], "", wanted("float32,vision=bfloat16"), HOST)
     language, vision = (model.components[name] for name in ("language", "vision"))
@@ -84,7 +84,7 @@ def test_what_sees_and_what_speaks_are_weighed_apart_and_may_have_other_dtypes(t
     assert parts == {"vision": [("vision", True)], "prefill": speaks, "decode": speaks}
 
 
-def test_a_rank_is_planned_with_its_share_of_the_matrices() -> None:
+def test_tensor_parallel_rank_is_planned_with_its_share_of_weights() -> None:
     compute = ComputeOptions(parallel="denoiser=tensor:2,encoder=tensor:4")
     parts = {
         part.component: part
@@ -126,7 +126,7 @@ def test_dtypes_follow_the_device_of_the_role_unless_they_are_given(
     assert tuple(dtypes(model)[name] for name in ("text_encoder", "transformer", "vae")) == expected
 
 
-def test_what_workers_are_told_gives_them_the_gateway_s_pools_whatever_they_run_on() -> None:
+def test_workers_derive_the_pools_of_the_gateway_from_its_dtypes() -> None:
     from unfuse.models import find
 
     (model,) = look(wanted(place="decoder=cpu"), GPUS)
@@ -143,18 +143,18 @@ def test_what_workers_are_told_gives_them_the_gateway_s_pools_whatever_they_run_
         ("", "unknown dtype ''"),
     ],
 )
-def test_a_dtype_that_is_not_understood_is_refused(spec: str, says: str) -> None:
+def test_invalid_dtype_option_raises_config_error(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         look(wanted(spec))
 
 
-def test_a_component_only_one_of_two_models_has_may_be_named() -> None:
+def test_dtype_of_a_component_of_another_model_is_ignored() -> None:
     (model,) = look(wanted())
     assert explicit_dtypes(model.spec, "other=float16,vae=float16", [])["vae"] == "float16"
     assert "other" not in explicit_dtypes(model.spec, "other=float16", [])
 
 
-def test_a_pool_that_two_models_share_is_needed_once(sibling: str) -> None:
+def test_components_of_shared_pools_are_planned_once(sibling: str) -> None:
     held = components_by_role(look(wanted(), HOST, sibling))
     assert {role: [part.component for part in parts] for role, parts in held.items()} == {
         "encoder": ["text_encoder"],
@@ -166,7 +166,7 @@ def test_a_pool_that_two_models_share_is_needed_once(sibling: str) -> None:
     assert (first.models, second.models) == ((SHAPES,), (sibling,))
 
 
-def test_a_plan_that_does_not_fit_says_so_and_still_knows_the_models() -> None:
+def test_plan_that_does_not_fit_reports_why_and_lists_the_models() -> None:
     small = (Device(CPU, GIB // 2),)
     found = plan_models([SHAPES], "", wanted(), small)
     assert "cpu would need" in found.refusal
@@ -174,7 +174,7 @@ def test_a_plan_that_does_not_fit_says_so_and_still_knows_the_models() -> None:
     assert found.models[0].components
 
 
-def test_a_plan_sums_what_its_rows_take_by_device() -> None:
+def test_plan_sums_memory_by_device() -> None:
     found = plan_models([SHAPES], "", wanted(place="decoder=cpu"), GPUS)
     assert [(row["role"], row["device"], row["component"]) for row in found.rows()] == [
         ("encoder", "cuda:1", "text_encoder"),
@@ -185,15 +185,13 @@ def test_a_plan_sums_what_its_rows_take_by_device() -> None:
     assert all(row["memory"] < row_total["takes"] for row in found.rows() for row_total in found.memory())
 
 
-def test_a_missing_file_is_named(sibling: str) -> None:
+def test_missing_model_file_raises_config_error_naming_it(sibling: str) -> None:
     (Path(sibling) / "vae" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"vae/config\.json"):
         read_models([sibling], "", wanted(), HOST)
 
 
-def test_a_model_whose_stages_do_not_join_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipeline_with_a_missing_stage_raises_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a package's family that forgot its encoder, then `serve` says what nobody makes."""
     outside.install(monkeypatch)
     family = importlib.import_module("outside_family")
@@ -205,7 +203,7 @@ def test_a_model_whose_stages_do_not_join_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_no_model_is_loaded_to_plan_for_it() -> None:
+def test_planning_does_not_import_torch_or_diffusers() -> None:
     code = (
         "import sys; from unfuse.service.plan import plan_models;"
         "from unfuse.planning.placement import WorkerPlan, Device;"
@@ -225,7 +223,7 @@ print(found.models[0].spec.source, *(row["memory"] for row in found.rows()))
 
 
 @pytest.mark.slow
-def test_a_hub_model_is_weighed_without_its_weights_and_workers_are_told_its_commit(tmp_path: Path) -> None:
+def test_hub_model_is_planned_at_its_commit_without_its_weights(tmp_path: Path) -> None:
     packaged = resolve_source(SHAPES)
     files = {str(file.relative_to(packaged)): file.read_bytes() for file in packaged.rglob("*") if file.is_file()}
     with serve() as hub:
@@ -238,7 +236,7 @@ def test_a_hub_model_is_weighed_without_its_weights_and_workers_are_told_its_com
         assert not [file for file in hub.brought() if file.endswith(".safetensors")]
 
 
-def test_a_model_that_no_gpu_holds_is_refused_with_the_shares_that_would_fit() -> None:
+def test_model_too_large_for_a_gpu_gets_a_sharding_suggestion() -> None:
     """Alone on its GPU a transformer needs a context and itself; a half of it fits beside one."""
     want = wanted(place="encoder=cpu,decoder=cpu")
     (transformer,) = (part for part in plan_models([SHAPES], "", want, GPUS).needs["denoiser"])
@@ -247,7 +245,7 @@ def test_a_model_that_no_gpu_holds_is_refused_with_the_shares_that_would_fit() -
     assert "it would fit with --parallel denoiser=shard:2" in found.refusal
 
 
-def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path) -> None:
+def test_language_worker_is_planned_with_weights_and_kv_cache_once(tmp_path: Path) -> None:
     """And once by each, where the roles have workers of their own; with keys and values of the longest text, too, of
     which ranks have a share each, as of what is cut."""
     config = {
@@ -274,7 +272,7 @@ def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path)
     assert (worker.role, [part.bytes for part in worker.parts]) == ("language", [4000, full // 2])
 
 
-def test_a_component_that_several_stages_of_a_worker_load_is_known_as_such() -> None:
+def test_component_loaded_by_several_stages_is_reported_as_repeated() -> None:
     both, once = (PlacedWorker("all", CPU, parts) for parts in ((VAE, TEXT, VAE), (VAE,)))
     assert ServingPlan((), {}, WorkerPlan(), HOST, (once, both)).repeats() == {"vae": 2}
     assert ServingPlan((), {}, WorkerPlan(), HOST, (once, once)).repeats() == {}

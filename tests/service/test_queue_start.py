@@ -26,7 +26,7 @@ class Work:
 
 
 @in_virtual_time
-async def test_it_waits_and_says_so_once_and_that_it_goes_on() -> None:
+async def test_start_waits_for_the_queue_and_logs_it_once() -> None:
     """Given a queue that is away, then loads, then answers, then one line says that the start waits and one that it
     goes on; whoever asks meanwhile gets the last reason."""
     reasons: list[str] = []
@@ -40,7 +40,7 @@ async def test_it_waits_and_says_so_once_and_that_it_goes_on() -> None:
 
 @in_virtual_time
 @pytest.mark.parametrize(("longest_s", "tries"), [(0.0, 1), (4 * RETRY_S, 5)])
-async def test_it_gives_up_after_that_many_seconds_in_all(longest_s: float, tries: int) -> None:
+async def test_start_fails_if_the_queue_is_unreachable_for_too_long(longest_s: float, tries: int) -> None:
     reasons = [str(number) for number in range(9)]
     work, start = Work(*reasons), QueueStart(longest_s, asyncio.Event(), lambda reason: None)
     with pytest.raises(TransientError):
@@ -49,7 +49,7 @@ async def test_it_gives_up_after_that_many_seconds_in_all(longest_s: float, trie
 
 
 @in_virtual_time
-async def test_it_ends_at_once_when_the_service_is_stopped() -> None:
+async def test_waiting_for_the_queue_ends_when_the_service_is_stopped() -> None:
     """While it pauses, and while a queue that is silent is asked."""
     for work in (Work(*"a" * 99), asyncio.Event().wait):
         stop = asyncio.Event()
@@ -62,13 +62,13 @@ async def test_it_ends_at_once_when_the_service_is_stopped() -> None:
         assert asyncio.get_running_loop().time() == began
 
 
-async def test_what_can_never_be_the_queue_ends_it() -> None:
+async def test_unknown_queue_url_raises_config_error() -> None:
     start = QueueStart(math.inf, asyncio.Event(), lambda reason: None)
     with pytest.raises(ConfigError):
         await start.open("nosuch:queue")
 
 
-async def test_a_redis_that_loads_its_file_is_waited_for() -> None:
+async def test_start_waits_while_redis_is_loading() -> None:
     """Given a server that answers that it loads, then the start waits, with that as the reason."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,17 +11,17 @@ from unfuse.core.modalities import MODALITIES
 
 
 @pytest.mark.parametrize(("name", "page"), PAGES.items(), ids=PAGES)
-def test_a_page_is_that_of_the_code(name: str, page: Callable[[], str]) -> None:
+def test_reference_page_matches_the_code(name: str, page: Callable[[], str]) -> None:
     assert DOCS.joinpath(name).read_text() == page(), "run: python -m tools.references"
 
 
-def test_every_code_is_explained_and_no_other() -> None:
+def test_every_error_code_is_documented() -> None:
     assert refusals().keys() == ADVICE.keys()
     assert refusals()["too_many_connections"] == {429, 503}
     assert all(says.endswith(".") for says in ADVICE.values())
 
 
-def test_every_parameter_that_does_something_is_described() -> None:
+def test_every_effective_parameter_is_documented() -> None:
     page = DOCS.joinpath("reference-parameters.md").read_text()
     for one in (
         one for medium in MODALITIES for one in medium.parameters if one.use not in NOT_USED and one.flag is not None

@@ -42,7 +42,7 @@ def example(card: ModelSpec, *more: ModelSpec, names: dict[str, str] | None = No
         (TALKING, "/v1/chat/completions", {"messages"}),
     ],
 )
-def test_the_command_asks_for_what_the_model_makes(card: ModelSpec, path: str, fields: set[str]) -> None:
+def test_example_command_uses_the_endpoint_of_the_model(card: ModelSpec, path: str, fields: set[str]) -> None:
     curl, address, *_, body = example(card)
     assert (curl, address) == ("curl", URL + path)
     assert json.loads(body).keys() == fields
@@ -55,26 +55,26 @@ def test_the_command_asks_for_what_the_model_makes(card: ModelSpec, path: str, f
         (MOVING, "/v1/videos", "input_reference=@FILE"),
     ],
 )
-def test_a_model_that_needs_a_picture_gets_a_form(card: ModelSpec, path: str, field: str) -> None:
+def test_example_command_uploads_an_image_if_the_model_needs_it(card: ModelSpec, path: str, field: str) -> None:
     words = example(card)
     assert words[1] == URL + path
     assert {"prompt=a red circle on white", field} <= {*words}
     assert words.count("-F") == len(words[2:]) // 2
 
 
-def test_the_command_names_a_model_among_several_and_has_room_for_a_key() -> None:
+def test_example_command_contains_the_model_name_and_an_api_key() -> None:
     words = example(PICTURES, TALKING, names={"it's": PICTURES.name, "talk": TALKING.name}, keyed=True)
     assert json.loads(words[-1])["model"] == "it's"
     assert "authorization: Bearer KEY" in words
 
 
-def test_a_model_that_is_a_folder_goes_by_the_name_that_clients_use() -> None:
+def test_model_in_a_folder_is_shown_by_its_client_name() -> None:
     screen = StartScreen(planned(replace(PICTURES, name="/models/flux"), TALKING), {}, keyed=False)
     assert screen.opening()[0].startswith(f"serving flux (/models/flux), {TALKING.name} with unfuse ")
     assert json.loads(shlex.split(screen.example(URL))[-1])["model"] == "flux"
 
 
-def test_the_opening_says_what_is_served_on_what() -> None:
+def test_start_screen_lists_models_workers_and_memory() -> None:
     part = ComponentMemory("transformer", "float32", 2 << 30)
     workers = (*[PlacedWorker("denoiser", "cuda:0", (part,))] * 2, PlacedWorker("encoder", CPU, (part,)))
     lines = StartScreen(
@@ -86,7 +86,7 @@ def test_the_opening_says_what_is_served_on_what() -> None:
     assert len(lines) == 2
 
 
-def test_an_undivided_model_says_why_and_without_workers_the_opening_says_who_is_waited_for() -> None:
+def test_start_screen_explains_undivided_models_and_missing_workers() -> None:
     lines = StartScreen(planned(replace(PICTURES, undivided_reason="it is whole")), {}, keyed=False).opening()
     assert lines[1:] == [
         "test/pictures is not split: it is whole",
@@ -95,14 +95,14 @@ def test_an_undivided_model_says_why_and_without_workers_the_opening_says_who_is
 
 
 @pytest.mark.parametrize(("seconds", "took"), [(0.04, "0.0"), (3.14, "3.1"), (9.99, "10.0"), (13.4, "13")])
-def test_the_end_of_a_start_says_how_long_it_took(seconds: float, took: str) -> None:
+def test_ready_message_reports_the_start_time(seconds: float, took: str) -> None:
     screen = StartScreen(planned(PICTURES), {}, keyed=False)
     first, second = screen.ready(URL, seconds)
     assert first == f"ready in {took} s: open {URL}/docs, or try"
     assert second.strip() == screen.example(URL)
 
 
-def test_it_is_not_called_ready_while_a_role_has_no_worker_here() -> None:
+def test_start_screen_is_not_ready_while_a_role_has_no_worker() -> None:
     part = ComponentMemory("transformer", "float32", 1)
     own = replace(
         planned(PICTURES, workers=(PlacedWorker("denoiser", CPU, (part,)),)), needs=dict.fromkeys(ROLES, (part,))

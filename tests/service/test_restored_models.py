@@ -72,7 +72,7 @@ async def error_of(machine: Machine, request: str) -> tuple[str, ErrorInfo | Non
     return context.status, context.error, context.is_dead_letter
 
 
-async def test_it_has_workers_again_and_its_requests_wait_for_these(start: Start, folder: Path) -> None:
+async def test_added_model_gets_workers_after_a_restart_and_keeps_requests(start: Start, folder: Path) -> None:
     request = await killed_with_a_request(start, folder)
     other = start()
     await other.begin()
@@ -84,7 +84,7 @@ async def test_it_has_workers_again_and_its_requests_wait_for_these(start: Start
         await other.crews.add("added", str(folder))
 
 
-async def test_where_its_files_are_gone_its_requests_fail_with_the_reason_and_it_is_tried_at_the_next_start(
+async def test_missing_model_folder_fails_requests_and_next_start_retries(
     start: Start, folder: Path, tmp_path: Path
 ) -> None:
     request = await killed_with_a_request(start, folder)
@@ -107,7 +107,7 @@ async def test_where_its_files_are_gone_its_requests_fail_with_the_reason_and_it
     assert third.scheduler.registry.failed == {}
 
 
-async def test_one_whose_workers_cannot_start_again_fails_its_requests(start: Start, folder: Path) -> None:
+async def test_requests_fail_if_workers_cannot_start_after_a_restart(start: Start, folder: Path) -> None:
     request = await killed_with_a_request(start, folder)
     other = start()
     await other.begin()
@@ -123,7 +123,7 @@ async def test_one_whose_workers_cannot_start_again_fails_its_requests(start: St
     assert other.live == [["unfuse/shapes"]]
 
 
-async def test_one_that_never_could_be_served_is_not_tried_at_the_next_start(start: Start, folder: Path) -> None:
+async def test_model_that_never_started_is_not_restored_after_a_restart(start: Start, folder: Path) -> None:
     one = start()
     await one.begin()
     await one.crews.add("added", str(folder))
@@ -138,7 +138,7 @@ async def test_one_that_never_could_be_served_is_not_tried_at_the_next_start(sta
     assert await other.served() == {"unfuse/shapes", "added"} and other.scheduler.registry.failed == {}
 
 
-async def test_one_that_was_removed_has_workers_until_its_last_request_is_over(start: Start, folder: Path) -> None:
+async def test_removed_model_has_workers_until_its_last_request_ends(start: Start, folder: Path) -> None:
     request = await killed_with_a_request(start, folder)
     one = start()
     await one.scheduler.registry.dismiss("added")
@@ -156,7 +156,7 @@ async def test_one_that_was_removed_has_workers_until_its_last_request_is_over(s
     await third.crews.add("added", str(folder))
 
 
-async def test_requests_of_files_that_have_changed_fail_and_new_ones_are_served(start: Start, folder: Path) -> None:
+async def test_requests_for_changed_model_files_fail_and_new_ones_are_served(start: Start, folder: Path) -> None:
     """Given other weights at the place of a model, then nobody has the pools that its old requests wait for."""
     request = await killed_with_a_request(start, folder)
     (file,) = folder.glob("transformer/*.safetensors")
@@ -172,7 +172,7 @@ async def test_requests_of_files_that_have_changed_fail_and_new_ones_are_served(
     assert found == plan.models[0].spec.pools()
 
 
-async def test_what_another_server_of_the_queue_added_is_left_to_that_one(start: Start, folder: Path) -> None:
+async def test_model_added_by_another_server_is_not_started_here(start: Start, folder: Path) -> None:
     await killed_with_a_request(start, folder)
     other = start(server="there:8000")
     await other.begin()
@@ -181,7 +181,7 @@ async def test_what_another_server_of_the_queue_added_is_left_to_that_one(start:
     assert await other.served() == {"unfuse/shapes", "added"}, "it is known all the same"
 
 
-async def test_what_a_server_without_workers_added_is_offered_by_all_such_servers(start: Start, folder: Path) -> None:
+async def test_model_added_without_workers_is_offered_by_all_such_servers(start: Start, folder: Path) -> None:
     one, other = start(workers="none"), start(server="there:8000", workers="none")
     for machine in (one, other):
         await machine.begin()
@@ -196,7 +196,7 @@ async def test_what_a_server_without_workers_added_is_offered_by_all_such_server
     assert third.offered[-1] == ["unfuse/shapes"]
 
 
-async def test_what_is_named_at_the_start_is_recorded_no_longer(start: Start, folder: Path) -> None:
+async def test_record_of_an_added_model_is_deleted_if_it_is_configured(start: Start, folder: Path) -> None:
     await killed_with_a_request(start, folder)
     other = start()
     await other.begin()
@@ -207,15 +207,13 @@ async def test_what_is_named_at_the_start_is_recorded_no_longer(start: Start, fo
     assert other.live == [["unfuse/shapes"]]
 
 
-async def test_of_two_that_are_added_at_once_under_one_name_one_is_refused(
-    start: Start, folder: Path, tmp_path: Path
-) -> None:
+async def test_concurrent_adds_on_two_servers_reject_one(start: Start, folder: Path, tmp_path: Path) -> None:
     """Given two servers of one queue that looked into a model each, then one of them is told that the name is taken."""
     one, other = start(), start(server="there:8000")
     for machine in (one, other):
         await machine.begin()
     second = shifted(tmp_path / "second", 6.0)
-    planned, crew = await one.crews._placed("added", str(folder))
+    planned, crew = await one.crews._plan_added_model("added", str(folder))
     await other.crews.add("added", second)
     assert crew is None and not await one.scheduler.registry.admit(planned.models[0].spec, "here:8000")
     with pytest.raises(ApiError, match="served already"):
@@ -224,7 +222,7 @@ async def test_of_two_that_are_added_at_once_under_one_name_one_is_refused(
     assert (await one.scheduler.registry.model_specs())["added"].source == second
 
 
-async def test_requests_of_a_model_that_nobody_serves_any_more_are_told_of_once(start: Start) -> None:
+async def test_requests_waiting_for_an_unserved_model_are_logged_once(start: Start) -> None:
     """Given a server that is started without a model that it had, then its log says for what requests wait."""
     one = start()
     await one.begin()
