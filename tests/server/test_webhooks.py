@@ -129,7 +129,7 @@ def test_slow_or_hostile_webhook_targets_do_not_delay_others(tmp_path: Path, rec
     other.answers = [pour, saying(f"HTTP/1.1 307 X\r\nlocation: {elsewhere.url}\r\n\r\n".encode())]
     with serve(tmp_path, webhook_hosts=HERE) as served:
         hanging = [asked(served, receiver.url).json()["id"] for _ in range(6)]
-        until(lambda: len(receiver.calls) == 4)
+        until(lambda: len(receiver.calls) >= 4)
         assert ended(served, asked(served, other.url).json()["id"], "delivered")["attempts"] == 1, (
             "its body is not read"
         )
