@@ -118,7 +118,7 @@ def test_private_words_are_recognized() -> None:
     assert not PRIVATE.findall("Return the earlier tasks of a worker that was listed.")
 
 
-#: Words that say nothing as the name of a function, class, field or constant: design.md lists them.
+#: Words that say nothing as the name of anything in the code.
 EMPTY_NAMES = frozenset(
     (
         "tell",
@@ -141,15 +141,15 @@ EMPTY_NAMES = frozenset(
 
 
 def defined_names(tree: ast.Module) -> Iterator[str]:
-    """The names of a module's functions and classes, of its constants, and of the fields of its classes."""
+    """The names of a module's functions, classes, constants, fields, parameters and local variables."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        body = node.body if isinstance(node, ast.ClassDef | ast.Module) else ()
-        for statement in body:
-            targets = statement.targets if isinstance(statement, ast.Assign) else ()
-            targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
-            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
 
 
 def test_no_name_is_a_word_that_says_nothing() -> None:
@@ -164,13 +164,49 @@ def test_no_name_is_a_word_that_says_nothing() -> None:
 
 
 def test_names_that_say_nothing_are_recognized() -> None:
-    tree = ast.parse("TOLD = 1\nclass Own:\n    held: int\n    def _take(self): ...\nfound_files = 2")
-    assert [name for name in defined_names(tree) if name.strip("_").lower() in EMPTY_NAMES] == [
+    tree = ast.parse(
+        "TOLD = 1\nclass Own:\n    held: int\n    def _take(self, kept): self.made = one = 1\nfound_files = 2"
+    )
+    assert {name for name in defined_names(tree) if name.strip("_").lower() in EMPTY_NAMES} == {
         "TOLD",
         "Own",
         "held",
         "_take",
-    ]
+        "kept",
+        "made",
+        "one",
+    }
+
+
+def undocumented_fields(source: str) -> Iterator[str]:
+    """The fields of public structs and dataclasses without a `#:` line, a docstring, or a description in their type."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+            continue
+        kinds = [ast.unparse(kind) for kind in (*node.bases, *node.decorator_list)]
+        if not any(re.search(r"\b(Struct|NamedTuple|dataclass)\b", kind) for kind in kinds):
+            continue
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if not isinstance(field, ast.AnnAssign) or ast.unparse(field.target).startswith("_"):
+                continue
+            has_line = lines[field.lineno - 2].strip().startswith("#:") or "  # " in lines[(field.end_lineno or 1) - 1]
+            has_docstring = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if not (has_line or has_docstring or ast.unparse(field.annotation).startswith("Annotated")):
+                yield f"{node.name}.{ast.unparse(field.target)}"
+
+
+def test_fields_of_public_structs_are_documented() -> None:
+    found = {
+        str(path.relative_to(ROOT)): [*undocumented_fields(path.read_text())]
+        for path in sorted((ROOT / "unfuse").rglob("*.py"))
+    }
+    assert {path: fields for path, fields in found.items() if fields} == {}
+
+
+def test_a_field_without_a_line_is_recognized() -> None:
+    source = "@dataclass\nclass A:\n    #: x\n    a: int\n    b: int\n    c: int  # seconds\n    d: int\n    '''d'''\n"
+    assert [*undocumented_fields(source)] == ["A.b"]
 
 
 def test_exceptions_that_docstrings_name_exist() -> None:

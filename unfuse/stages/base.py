@@ -176,7 +176,7 @@ class Stage(ABC):
     uploads: tuple[str, ...] = ()
     #: The text sequences of the stage, or None. Several stages may share them.
     texts: ReportsTextStats | None = None
-    #: Amounts by resource that this process provides, for resources that tasks need (`StageSpec.needs`, `brings`).
+    #: Amounts by resource that this process provides, for resources that tasks need (`StageSpec.needs`, `provides`).
     resources: Mapping[str, int] = {}
     #: Whether the stage aims at batch invariance: equal bytes for a task whatever the rest of its batch.
     exact = False

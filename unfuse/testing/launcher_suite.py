@@ -38,9 +38,11 @@ UNKNOWN = "UNFUSE_NO_SUCH_SETTING"
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A registered worker. `pidfd` refers to its process even after the pid is reused."""
+    """A registered worker."""
 
+    #: The role in its spec.
     role: str
+    #: A descriptor of its process, which stays valid after the pid is reused.
     pidfd: int
 
     @property

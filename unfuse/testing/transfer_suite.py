@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 class Pair(msgspec.Struct):
     """A serving end, and an engine that pulls from it."""
 
+    #: The end that serves its objects.
     owner: ServingEnd
+    #: The engine of the reading end.
     engine: TransferEngine
     #: The arena that the engine pulls into. Its memory is registered with the engine.
     arena: Arena

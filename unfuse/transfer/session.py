@@ -128,8 +128,8 @@ class RingBuffer(TransferSink):
         if not size:
             return (self._buffer,)
         # Up to the end of the buffer, then from its beginning.
-        begin = start % size
-        return self._buffer[begin : begin + free], self._buffer[: max(0, begin + free - size)]
+        offset = start % size
+        return self._buffer[offset : offset + free], self._buffer[: max(0, offset + free - size)]
 
     @override
     def verified(self, stop: int) -> None:

@@ -60,12 +60,12 @@ def require_peft() -> None:
 class AdapterFolder:
     """The LoRA adapters in a folder: NAME.safetensors is the adapter NAME.
 
-    An adapter's id is the xxh3-128 hash of its file. Files of other machines are in the folder `kept`, by their ids.
+    An adapter's id is the xxh3-128 hash of its file. Files of other machines are in `fetched_folder`, by their ids.
     """
 
-    def __init__(self, folder: str, kept: str = "") -> None:
+    def __init__(self, folder: str, fetched_folder: str = "") -> None:
         self._folder = Path(folder)
-        self._fetched_folder = kept
+        self._fetched_folder = fetched_folder
         self._known: dict[Path, tuple[tuple[int, ...], str, str]] = {}  # state, id and refusal of each file
 
     def files(self) -> dict[str, Path]:
@@ -484,10 +484,10 @@ REMEDY = "save it without this tensor, or merge it into the model's weights"
 
 
 class TensorEntry(NamedTuple):
-    """An entry of a safetensors file, with the file's dtype name, such as "BF16"."""
+    """The type of one entry of a safetensors file."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # as the file names it, such as "BF16"
+    shape: tuple[int, ...]  # the dimensions
 
 
 def entries(file: Path) -> dict[str, TensorEntry]:
@@ -499,22 +499,22 @@ def entries(file: Path) -> dict[str, TensorEntry]:
         return {name: TensorEntry(entry.get_dtype(), tuple(entry.get_shape())) for name, entry in slices.items()}
 
 
-def refusal(found: Mapping[str, TensorEntry]) -> str:
+def refusal(entries: Mapping[str, TensorEntry]) -> str:
     """Return why no model can use these entries, as a sentence's end; or ""."""
-    if not found:
+    if not entries:
         return "is empty"
-    for name, entry in found.items():
+    for name, entry in entries.items():
         if any(part in name for part in NOWHERE):
             return unapplied(name)
         if not name.endswith("alpha") and (reason := _codes(name, entry.dtype)):
             return reason
-    for name, entry in found.items():
+    for name, entry in entries.items():
         other, is_down = other_half(name)
         if not other:
             continue
-        if other not in found:
+        if other not in entries:
             return f"contains {name} without {other}, the other half of the low-rank pair: save it again with both"
-        pair = (entry.shape, found[other].shape)
+        pair = (entry.shape, entries[other].shape)
         down, up = pair if is_down else pair[::-1]
         if len(down) > 1 and len(up) > 1 and down[0] != up[1]:
             return f"contains {name} and {other} of different ranks ({down[0]} and {up[1]}): save it again"

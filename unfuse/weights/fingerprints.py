@@ -54,17 +54,22 @@ log = structlog.get_logger(__name__)
 class FileState(NamedTuple):
     """The identity of a file's content: device, inode, size and times from stat."""
 
+    #: The number of the file system's device.
     device: int
+    #: The number of the file on this device.
     inode: int
+    #: Bytes of the file.
     size: int
+    #: When the content was changed last, in nanoseconds since 1970.
     mtime_ns: int
+    #: When content or attributes were changed last, in nanoseconds since 1970. No program can set it.
     ctime_ns: int
 
     @classmethod
     def read(cls, path: Path) -> FileState:
         """Return the present state of a file. Follows symbolic links. Raises OSError."""
-        found = path.stat()
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        status = path.stat()
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def is_settled(self, now: float) -> bool:
         """Return whether a later change of the file is sure to change its times.
@@ -157,12 +162,12 @@ FINGERPRINTS = Fingerprints()
 def _read(file: Path) -> dict[str, str]:
     """Return the valid entries of the cache file; empty if it is missing or damaged."""
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+        entries = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
     return {
         entry: digest
-        for entry, digest in found.items()
+        for entry, digest in entries.items()
         if isinstance(digest, str) and ENTRY.fullmatch(entry) and DIGEST.fullmatch(digest)
     }
 

@@ -221,13 +221,13 @@ def open_files(path: Path) -> ModelFolder:
     return GgufModel(path) if path.suffix == GGUF and path.is_file() else ModelFolder(path)
 
 
-def config_of(found: GgufContents) -> dict[str, Any]:
+def config_of(contents: GgufContents) -> dict[str, Any]:
     """Return transformers' configuration of a model in a GGUF file.
 
     Raises ConfigError if it is not supported, ValueError or TypeError for invalid values.
     """
-    metadata = found.metadata
-    stored = found.tensors
+    metadata = contents.metadata
+    stored = contents.tensors
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConfigError(

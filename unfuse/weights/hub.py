@@ -85,26 +85,28 @@ class DownloadStopped(Exception):
     """The download was stopped, because another file failed or the caller was interrupted."""
 
 
-def download_weights(model: ModelFolder, components: Collection[str], tell: ProgressCallback | None = None) -> None:
+def download_weights(
+    model: ModelFolder, components: Collection[str], on_progress: ProgressCallback | None = None
+) -> None:
     """Download the missing weights of these components.
 
-    `tell`: called with the progress at the start and about every TELL_S seconds.
+    `on_progress`: called with the progress at the start and about every PROGRESS_INTERVAL_S seconds.
     Raises ConfigError with what was received, and what to do.
     """
     if model.hub and (lacking := model.missing_files(components)):
-        _Download(model.hub, model.path, lacking, tell or bool).run()
+        _Download(model.hub, model.path, lacking, on_progress or bool).run()
 
 
 class _Download:
     """The download of some files of one commit."""
 
     def __init__(
-        self, hub: tuple[str, str], snapshot: Path, files: Mapping[str, HubFile], tell: ProgressCallback
+        self, hub: tuple[str, str], snapshot: Path, files: Mapping[str, HubFile], on_progress: ProgressCallback
     ) -> None:
         self._name, self._commit = hub
         self._blobs = snapshot.parent.parent / "blobs"
         self._files = files  # by path
-        self._report = tell
+        self._report = on_progress
         self._received: dict[str, int] = {}  # bytes by path
         self._recent: deque[tuple[float, int]] = deque()  # time and bytes received, over RATE_S seconds
         self._stopped = threading.Event()

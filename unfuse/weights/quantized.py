@@ -105,18 +105,18 @@ BUFFERS = frozenset(
 CASTS = "Tensor", "Int8Tensor"
 
 
-def refusal(said: object, speaks: bool) -> str:
+def refusal(config: object, speaks: bool) -> str:
     """Return why weights with these quantization settings are not supported; "" if they are.
 
     `speaks`: whether the model is a language model.
     """
-    by = str(said.get("quant_method") if isinstance(said, dict) else said)[:40]
+    by = str(config.get("quant_method") if isinstance(config, dict) else config)[:40]
     if by != TORCHAO:
         return f"by {by}, which is not supported: use torchao, GGUF or the original precision"
     if speaks:
         return f"by {by}, which is not supported for language models: use GGUF or the original precision"
 
-    types = {*_types(said)}
+    types = {*_types(config)}
     if unknown := sorted(types - ANYWHERE - ON_GPUS - DETAILS):
         served = ", ".join(sorted(ANYWHERE | ON_GPUS))
         return f"by {by} with {unknown[0][:80]}, which is not supported; supported: {served}"
@@ -145,31 +145,31 @@ def is_whole_number(dtype: str) -> bool:
     return dtype[0] in "IU" or dtype == "BOOL"
 
 
-def library(said: Iterable[object]) -> set[str]:
+def library(configs: Iterable[object]) -> set[str]:
     """Return the library that components with these quantization settings need, if any.
 
     Raises ConfigError if it is not installed.
     """
-    if not any(said):
+    if not any(configs):
         return set()
     if find_spec(TORCHAO) is None:
         raise ConfigError("weights quantized by torchao need the library torchao: pip install 'unfuse[torchao]'")
     return {TORCHAO}
 
 
-def check(component: str, said: object, files: Iterable[Path], dtype: str, device: str, offload: str) -> None:
+def check(component: str, config: object, files: Iterable[Path], dtype: str, device: str, offload: str) -> None:
     """Check that a component with these quantization settings can run, before it is loaded.
 
-    `said`: its settings; no check if it has none. `dtype`, `device`, `offload`: how it is to run.
+    `config`: its quantization settings; no check if it has none. `dtype`, `device`, `offload`: how it is to run.
     Raises ConfigError if it cannot.
     """
     from safetensors import safe_open
 
-    if not said:
+    if not config:
         return
     if offload != "none":
         raise ConfigError(f"{component} is quantized by torchao, which does not support --offload: leave it out")
-    if device == "cpu" and (needs := sorted(ON_GPUS.intersection(_types(said)))):
+    if device == "cpu" and (needs := sorted(ON_GPUS.intersection(_types(config)))):
         served = ", ".join(sorted(ANYWHERE))
         raise ConfigError(f"{component} is quantized by torchao's {needs[0]}, which needs a GPU: on a CPU use {served}")
     for file in files:
@@ -189,9 +189,9 @@ def packed_bytes(tensor: torch.Tensor) -> int:
     return sum(getattr(tensor, part).nbytes for part in parts)
 
 
-def _types(said: Any) -> Iterator[str]:
+def _types(config: Any) -> Iterator[str]:
     """Yield the names of all types in quantization settings."""
-    remaining = [said]
+    remaining = [config]
     while remaining:
         value = remaining.pop()
         if isinstance(value, dict):

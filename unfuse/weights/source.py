@@ -149,18 +149,18 @@ def parse_component_sources(entries: tuple[str, ...]) -> dict[str, str]:
     return sources
 
 
-def component_folder(component: str, source: str, found: Path) -> Path:
+def component_folder(component: str, source: str, root: Path) -> Path:
     """Return the folder of a component in a source.
 
-    `found`: the source's folder: a pipeline, or the component itself.
+    `root`: the source's folder: a pipeline, or the component itself.
     Raises ConfigError if the component is not there.
     """
-    if (found / INDEX).exists():
-        if component not in ModelFolder(found).components():
+    if (root / INDEX).exists():
+        if component not in ModelFolder(root).components():
             raise ConfigError(f"--component-source {component}={source}: that model has no component {component}")
-        return found / component
-    if found.is_dir() and (found / CONFIG).is_file():
-        return found
+        return root / component
+    if root.is_dir() and (root / CONFIG).is_file():
+        return root
     raise ConfigError(f"--component-source {component}={source}: it contains neither {INDEX} nor {CONFIG}")
 
 
@@ -256,7 +256,7 @@ def resolve_source(
     name: str,
     revision: str | None = None,
     components: Collection[str] | None = None,
-    tell: ProgressCallback | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Path:
     """Return the folder of a model, or its GGUF file. Downloads weights that are missing.
 
@@ -270,12 +270,12 @@ def resolve_source(
     `revision`: a branch, tag or commit of the hub. It may also follow an @ in the name.
     `components`: the components whose weights are needed; None for all. The configurations of all are always
     downloaded.
-    `tell`: called with the download's progress.
+    `on_progress`: called with the download's progress.
     Raises ConfigError if there is no such model, or if it is not supported or cannot be downloaded.
     """
     model, sources = split_name(name)
     if sources:
-        return _resolve_composed(name, model, sources, revision, tell)
+        return _resolve_composed(name, model, sources, revision, on_progress)
     path = expand_path(name)
     if name in INSTALLED:
         return _installed_file(name)
@@ -297,7 +297,7 @@ def resolve_source(
         short = [known.partition("/")[2].removesuffix(SUFFIX) for known in hub_names]
         known = ", ".join([*PACKAGED, *INSTALLED, *sorted(short)])
         raise ConfigError(f"model {name!r} is not a folder, a hub name such as owner/model, or one of {known}")
-    return _resolve_hub(name, revision or pinned or None, components, tell)
+    return _resolve_hub(name, revision or pinned or None, components, on_progress)
 
 
 def source_of(folder: Path) -> str:
@@ -330,20 +330,20 @@ def is_local(name: str) -> bool:
 
 
 def _resolve_composed(
-    name: str, model: str, sources: dict[str, str], revision: str | None, tell: ProgressCallback | None
+    name: str, model: str, sources: dict[str, str], revision: str | None, on_progress: ProgressCallback | None
 ) -> Path:
     """Return the folder of a composed model, with the weights of all its components."""
     base = resolve_source(model, revision, ())
     if not is_local(model):
         base_components = [component for component in ModelFolder(base).components() if component not in sources]
-        base = resolve_source(model, revision, base_components, tell)
+        base = resolve_source(model, revision, base_components, on_progress)
 
     folders = {}
     for component, source in sources.items():
         source_folder = resolve_source(source, None, ())
         folders[component] = component_folder(component, source, source_folder)
         if not is_local(source):
-            resolve_source(source, None, (component,) if folders[component] != source_folder else None, tell)
+            resolve_source(source, None, (component,) if folders[component] != source_folder else None, on_progress)
     return compose(name, base, folders)
 
 
@@ -377,7 +377,7 @@ def _single_gguf(folder: Path) -> Path:
 
 
 def _resolve_hub(
-    name: str, revision: str | None, components: Collection[str] | None, tell: ProgressCallback | None
+    name: str, revision: str | None, components: Collection[str] | None, on_progress: ProgressCallback | None
 ) -> Path:
     """Return the folder of a hub model in the cache, after downloading what is missing.
 
@@ -405,7 +405,7 @@ def _resolve_hub(
         ) from error
     needed = folder.components() if components is None else components
     if not constants.is_offline_mode():
-        download_weights(folder, needed, tell)
+        download_weights(folder, needed, on_progress)
     for component in needed:
         folder.weights(component)
     return folder.path

@@ -31,20 +31,20 @@ class TracedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
-        inputs = [one for one in _flat((args, (kwargs or {}).values())) if isinstance(one, TracedTensor)]
-        sources = frozenset[str]().union(*(one.sources for one in inputs))
+        inputs = [tensor for tensor in _flat((args, (kwargs or {}).values())) if isinstance(tensor, TracedTensor)]
+        sources = frozenset[str]().union(*(tensor.sources for tensor in inputs))
 
         if name in READING:
-            for one in inputs:
-                if one.read is not None:
-                    one.read.update(one.sources)
+            for tensor in inputs:
+                if tensor.read is not None:
+                    tensor.read.update(tensor.sources)
         if name == "__setitem__" and isinstance(args[0], TracedTensor):
             args[0].sources = sources
         if name not in SHAPED_ONLY:
-            for made in _flat(result):
-                if isinstance(made, TracedTensor):
-                    made.sources = made.sources | sources
-                    made.read = next((one.read for one in inputs if one.read is not None), None)
+            for output in _flat(result):
+                if isinstance(output, TracedTensor):
+                    output.sources = output.sources | sources
+                    output.read = next((tensor.read for tensor in inputs if tensor.read is not None), None)
         return result
 
 
@@ -53,18 +53,18 @@ def traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 
     The set collects the names of those that are read as plain numbers.
     """
-    found: dict[str, torch.Tensor] = {}
+    traced_tensors: dict[str, torch.Tensor] = {}
     read = set[str]()
     for name, tensor in tensors.items():
-        one = tensor.as_subclass(TracedTensor)
-        one.sources, one.read = frozenset({name}), read
-        found[name] = one
-    return found, read
+        traced_tensor = tensor.as_subclass(TracedTensor)
+        traced_tensor.sources, traced_tensor.read = frozenset({name}), read
+        traced_tensors[name] = traced_tensor
+    return traced_tensors, read
 
 
 def sources_of(values: object) -> set[str]:
     """Return the names of all entries from which the tensors among these values were computed."""
-    return {name for one in _flat(values) if isinstance(one, TracedTensor) for name in one.sources}
+    return {name for tensor in _flat(values) if isinstance(tensor, TracedTensor) for name in tensor.sources}
 
 
 def _flat(values: object) -> Iterator[object]:
@@ -73,5 +73,5 @@ def _flat(values: object) -> Iterator[object]:
     if isinstance(values, torch.Tensor | str | bytes) or not isinstance(values, Iterable):
         yield values
         return
-    for one in values:
-        yield from _flat(one)
+    for value in values:
+        yield from _flat(value)

@@ -18,27 +18,39 @@ LINGER_S = 5.0  # seconds to send the rest to one side after the other has disco
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """The bounds of a listener, in bytes, frames, seconds and connections.
+    """The bounds of a listener.
 
-    A worker has at most 64 unanswered messages, of two frames each. A frame is answered by at most one frame, so frames
-    in minus frames out bound what waits, without decoding any: at most `unanswered` frames of together `owed` bytes.
-    `frames_s` and `bytes_s` are more than this process could answer. A handshake may take `handshake` bytes and
-    `handshake_s` seconds; at most `waiting` connections may be in it.
+    A worker has at most 64 unanswered messages, of two frames each. A frame is answered by at most one frame. So the
+    number of frames received minus frames sent bounds the unanswered messages, without decoding any.
     """
 
+    #: Bytes of one frame.
     frame: int = MAX_BYTES + OVERHEAD
+    #: Frames of one message.
     parts: int = 8
+    #: Unanswered frames of one connection.
     unanswered: int = 512
+    #: Bytes of the unanswered frames of one connection.
     owed: int = 4 * MAX_BYTES
+    #: Bytes of the unanswered frames of all connections.
     owed_by_all: int = 32 * MAX_BYTES
+    #: Frames a second of one connection, more than this process could answer.
     frames_s: float = 100_000
+    #: Bytes a second of one connection, more than this process could answer.
     bytes_s: float = 2 * MAX_BYTES
+    #: Seconds of full rate that a connection may use at once.
     burst_s: float = 2.0
+    #: Bytes of a handshake.
     handshake: int = 4096
+    #: Seconds of a handshake.
     handshake_s: float = 10.0
+    #: Connections in their handshake.
     waiting: int = 512
+    #: Open connections.
     connections: int = 4096
+    #: New connections a second.
     accepts_s: float = 500
+    #: New connections at once, after a pause.
     accepts_at_once: int = 1000
 
 

@@ -33,7 +33,9 @@ log = structlog.get_logger(__name__)
 class Keys(msgspec.Struct, frozen=True):
     """One side's secret key and the other side's public key, in Z85, the text form that ZMQ uses."""
 
+    #: The secret key of this side.
     secret: str
+    #: The public key of the other side.
     peer: str
 
     def secure(self, socket: zmq.Socket[bytes], server: bool) -> None:

@@ -61,7 +61,7 @@ class WorkerObjects:
         self._writing: set[asyncio.Task[bool]] = set()
         self._written: set[tuple[str, str]] = set()  # durable copies, by (request, object id)
         self._elsewhere: set[str] = set()  # requests whose objects are also outside the arena
-        self._made: dict[str, dict[str, ObjectRef]] = {}  # readable objects made here, by request and id
+        self._local_refs: dict[str, dict[str, ObjectRef]] = {}  # readable objects made here, by request and id
 
         #: Copies of other nodes' objects.
         self.copies = RemoteInputs(store, engines, options, streams)
@@ -198,20 +198,20 @@ class WorkerObjects:
                 await self._write_copy(ref, reader)
 
         # A copy of the dict, because requests may end while objects are copied.
-        refs_by_request = {request: list(refs.values()) for request, refs in self._made.items()}
+        refs_by_request = {request: list(refs.values()) for request, refs in self._local_refs.items()}
         for request, refs in sorted(refs_by_request.items(), key=lambda item: sum(ref.nbytes for ref in item[1])):
             small = [ref for ref in refs if ref.nbytes <= MAX_COPIED_BYTES]
-            copied = [await self._write_copy(ref) for ref in small if request in self._made]
+            copied = [await self._write_copy(ref) for ref in small if request in self._local_refs]
             if all(copied) and len(small) == len(refs):
                 self._elsewhere.add(request)
 
     def _remember(self, ref: ObjectRef) -> None:
         """Record that an object was made here."""
-        self._made.setdefault(ref.request, {})[ref.id] = ref
+        self._local_refs.setdefault(ref.request, {})[ref.id] = ref
 
     async def delete(self, ref: ObjectRef) -> None:
         """Delete an object that no task needs any more, and its durable copy."""
-        if refs := self._made.get(ref.request):
+        if refs := self._local_refs.get(ref.request):
             refs.pop(ref.id, None)
         is_copied = self._copies_as_made is not None or self.has_copy(ref)
         try:
@@ -238,7 +238,7 @@ class WorkerObjects:
         """Free those of these objects that are in the arena. Returns whether memory was freed."""
         used_before = self.usage().used
         unique_ids = {*ids}
-        for refs in self._made.values():
+        for refs in self._local_refs.values():
             for id in unique_ids & refs.keys():
                 del refs[id]
         for id in unique_ids:
@@ -254,7 +254,7 @@ class WorkerObjects:
         release = self.store.abandon if self._copies_as_made is None else self.store.release
         for request in requests:
             self._elsewhere.discard(request)
-            self._made.pop(request, None)
+            self._local_refs.pop(request, None)
             self.copies.forget(request)
             self._written = {key for key in self._written if key[0] != request}
             try:
@@ -274,7 +274,7 @@ class WorkerObjects:
             except TransientError as error:
                 log.warning("a request's objects were not fully deleted", request=request, reason=str(error))
         self._elsewhere.clear()
-        self._made.clear()
+        self._local_refs.clear()
 
     async def close(self) -> None:
         """End all transfers and close the store."""
