@@ -41,7 +41,7 @@ PAIR = {"a.lora_A.weight": TensorEntry("F32", (2, 8)), "a.lora_B.weight": Tensor
         ("a.down.weight", ""),
     ],
 )
-def test_halves_of_pairs_are_known_by_their_names(name: str, other: str) -> None:
+def test_other_half_of_a_lora_pair_is_derived_from_its_tensor_name(name: str, other: str) -> None:
     assert other_half(name)[0] == other
 
 
@@ -61,14 +61,14 @@ def test_halves_of_pairs_are_known_by_their_names(name: str, other: str) -> None
         ({"a.lora_A.weight": TensorEntry("F8_E4M3", (2, 8))}, "a.lora_A.weight in floats of less than 16 bits"),
     ],
 )
-def test_a_header_shows_what_no_model_can_use(more: dict[str, TensorEntry], says: str) -> None:
+def test_adapter_header_with_unsupported_tensors_is_rejected(more: dict[str, TensorEntry], says: str) -> None:
     said = refusal({**PAIR, **more})
     assert says in said and bool(said) == bool(says)
     assert refusal({}) == "is empty"
 
 
 @pytest.mark.row("P47")
-def test_a_request_for_such_a_file_is_refused_before_it_is_queued(tmp_path: Path) -> None:
+def test_request_for_an_unsupported_adapter_is_rejected_before_queueing(tmp_path: Path) -> None:
     save_file({"a.lora_A.weight": np.ones((2, 8), np.float32)}, tmp_path / "half.safetensors")
     (tmp_path / "odd.safetensors").write_bytes(b"no safetensors file: its worker says so")
     loras = AdapterFolder(str(tmp_path))
@@ -80,7 +80,7 @@ def test_a_request_for_such_a_file_is_refused_before_it_is_queued(tmp_path: Path
     assert loras.ids_of("odd") == loras.id_of("odd")
 
 
-def test_what_was_left_out_counts_where_it_has_an_effect() -> None:
+def test_unused_adapter_tensor_is_reported_only_if_it_has_an_effect() -> None:
     one, none = torch.ones(2, 2), torch.zeros(2, 2)
     pair = {"a.lora_A.weight": one, "a.lora_B.weight": one}
     used = {*pair}
@@ -95,20 +95,20 @@ def test_what_was_left_out_counts_where_it_has_an_effect() -> None:
     assert unused_entry({**pair, **idle}, used) == ""
 
 
-def test_numbers_that_are_not_finite_are_told_apart() -> None:
+def test_nan_and_infinite_adapter_weights_are_reported_separately() -> None:
     assert not_finite({"a": torch.ones(2), "alpha": torch.tensor(4)}) == ""
     assert "NaN in a" in not_finite({"a": torch.tensor([1.0, torch.nan, torch.inf])})
     assert "infinite numbers in a" in not_finite({"a": torch.tensor([1.0, -torch.inf])})
 
 
-def test_a_pair_without_a_bias_gets_one_of_zeros_beside_others() -> None:
+def test_lora_pair_without_bias_gets_a_zero_bias_if_another_has_one() -> None:
     pair = {"a.lora_B.weight": torch.ones(3, 2), "b.lora_B.weight": torch.ones(3, 2), "b.lora_B.bias": torch.ones(3)}
     assert fitted(pair)["a.lora_B.bias"].tolist() == [0, 0, 0]
     assert fitted(pair)["b.lora_B.bias"].tolist() == [1, 1, 1]
     assert fitted({"a.lora_B.weight": torch.ones(3, 2)}).keys() == {"a.lora_B.weight"}
 
 
-def test_traced_tensors_know_their_entries_through_any_computation() -> None:
+def test_traced_tensors_track_their_source_entries_through_operations() -> None:
     """Given entries that are scaled, cut, joined, copied and read as numbers, when the results are asked, then each
     names the entries whose values it has, and no others."""
     found, read = traced({name: torch.ones(4, 2) for name in "abcdef"} | {"alpha": torch.tensor(2.0)})

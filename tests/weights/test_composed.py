@@ -45,7 +45,7 @@ def rewritten(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def test_it_is_what_a_folder_with_both_would_be(vae: Path, tmp_path: Path) -> None:
+def test_composed_model_has_the_pools_of_a_manually_merged_folder(vae: Path, tmp_path: Path) -> None:
     """Pools are those of a copy by hand; those of stages that use nothing from elsewhere are the model's own."""
     copied = tmp_path / "copied"
     shutil.copytree(SHAPES, copied)
@@ -62,7 +62,7 @@ def test_it_is_what_a_folder_with_both_would_be(vae: Path, tmp_path: Path) -> No
     }
 
 
-def test_a_pipeline_elsewhere_gives_its_component_of_that_name(vae: Path, tmp_path: Path) -> None:
+def test_component_source_may_be_a_whole_pipeline_folder(vae: Path, tmp_path: Path) -> None:
     shutil.copy(SHAPES / "model_index.json", vae.parent)
     by_folder, by_pipeline = (
         pools(resolve_source(with_components("unfuse/shapes", {"vae": str(place)}))) for place in (vae, vae.parent)
@@ -72,7 +72,7 @@ def test_a_pipeline_elsewhere_gives_its_component_of_that_name(vae: Path, tmp_pa
         resolve_source(with_components("unfuse/shapes", {"vae_2": str(vae.parent)}))
 
 
-def test_other_processes_find_it_by_its_name(vae: Path) -> None:
+def test_composed_model_name_resolves_to_the_same_folder_again(vae: Path) -> None:
     """The name is what a scheduler offers; made again, it is the same folder, and other weights make another."""
     name = with_components("unfuse/shapes", {"vae": str(vae)})
     folder = resolve_source(name)
@@ -82,7 +82,7 @@ def test_other_processes_find_it_by_its_name(vae: Path) -> None:
     assert resolve_source(with_components("unfuse/shapes", {"vae": str(moved)})) != folder
 
 
-def test_a_folder_that_says_it_is_composed_is_not_believed(tmp_path: Path) -> None:
+def test_source_file_of_a_plain_model_folder_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SHAPES, folder)
     folder.with_suffix(".source").write_text("unfuse/shapes#vae=/etc")
@@ -90,11 +90,11 @@ def test_a_folder_that_says_it_is_composed_is_not_believed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a/b", "a/b@main", "/x/y#z", "a#b", "#", "a#=b", "a#b=", "x" * 5000, "a\0b"])
-def test_other_names_are_not_split(name: str) -> None:
+def test_model_names_without_component_sources_are_not_split(name: str) -> None:
     assert split_name(name) == (name, {})
 
 
-def test_a_folder_with_such_a_name_is_a_folder(tmp_path: Path) -> None:
+def test_existing_folder_named_like_a_composed_model_is_not_split(tmp_path: Path) -> None:
     folder = tmp_path / "a#vae=b"
     folder.mkdir()
     assert split_name(str(folder)) == (str(folder), {})
@@ -111,13 +111,13 @@ def test_a_folder_with_such_a_name_is_a_folder(tmp_path: Path) -> None:
         ({"z_dim": 4}, "its z_dim is 4, but the model needs 16"),
     ],
 )
-def test_a_component_that_does_not_fit_is_refused(vae: Path, changes: dict[str, Any], says: str) -> None:
+def test_incompatible_component_is_rejected(vae: Path, changes: dict[str, Any], says: str) -> None:
     rewritten(vae, **changes)
     with pytest.raises(ConfigError, match=says):
         resolve_source(with_components("unfuse/shapes", {"vae": str(vae)}))
 
 
-def test_what_is_no_component_or_no_folder_of_one_is_refused(vae: Path, tmp_path: Path) -> None:
+def test_unknown_component_or_invalid_component_folder_is_rejected(vae: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such component; components are .*vae"):
         resolve_source(with_components("unfuse/shapes", {"text_encoder_2": str(vae)}))
     (tmp_path / "empty").mkdir()
@@ -127,7 +127,7 @@ def test_what_is_no_component_or_no_folder_of_one_is_refused(vae: Path, tmp_path
         resolve_source(with_components("unfuse/shapes", {"vae": "/nowhere"}))
 
 
-def test_a_full_or_closed_data_folder_is_said(vae: Path, tmp_path: Path) -> None:
+def test_unwritable_data_folder_raises_config_error(vae: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "composed").write_text("")
     with pytest.raises(ConfigError, match="cannot be created .*use another data folder"):
@@ -135,12 +135,14 @@ def test_a_full_or_closed_data_folder_is_said(vae: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("entry", ["vae", "vae=", "=x", "a b=x", "vae=a#b", "../vae=x", "vae/..=x"])
-def test_a_malformed_flag_is_refused(entry: str) -> None:
+def test_malformed_component_flag_raises_usage_error(entry: str) -> None:
     with pytest.raises(UsageError, match="is not COMPONENT=FOLDER"):
         parse_component_sources((entry,))
 
 
-def test_flags_name_each_component_once_and_folders_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_component_flags_resolve_relative_folders_and_reject_duplicates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
     assert parse_component_sources(("vae=here", "text_encoder=owner/model")) == {

@@ -45,7 +45,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints.time, "time", lambda: now + 60)
 
 
-def test_a_fingerprint_is_the_hash_of_the_hashes_of_pieces(tmp_path: Path) -> None:
+def test_fingerprint_is_the_hash_of_the_piece_hashes(tmp_path: Path) -> None:
     data = os.urandom(2 * PIECE_BYTES + 5)
     (tmp_path / "file").write_bytes(data)
 
@@ -54,7 +54,7 @@ def test_a_fingerprint_is_the_hash_of_the_hashes_of_pieces(tmp_path: Path) -> No
     assert Fingerprints().hash_file(tmp_path / "file") == expected
 
 
-def test_the_hub_s_names_of_contents(tmp_path: Path) -> None:
+def test_sha256_and_git_blob_hashes_match_those_of_the_hub(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
 
     assert Fingerprints().hash_file(tmp_path / "file", "sha256") == hashlib.sha256(b"content").hexdigest()
@@ -62,7 +62,7 @@ def test_the_hub_s_names_of_contents(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("later")
-def test_a_file_is_hashed_once_also_by_later_processes(file: Path, hashed: list[Path], tmp_path: Path) -> None:
+def test_fingerprint_cache_is_shared_with_later_processes(file: Path, hashed: list[Path], tmp_path: Path) -> None:
     found = set()
     for _ in range(2):
         process = Fingerprints()
@@ -74,7 +74,7 @@ def test_a_file_is_hashed_once_also_by_later_processes(file: Path, hashed: list[
 
 
 @pytest.mark.usefixtures("later")
-def test_a_changed_file_is_hashed_again_even_if_its_time_of_change_was_set_back(file: Path, tmp_path: Path) -> None:
+def test_changed_file_is_rehashed_even_if_its_mtime_was_restored(file: Path, tmp_path: Path) -> None:
     process = Fingerprints()
     process.cache_in(tmp_path)
     before, times = process.hash_file(file), file.stat()
@@ -88,7 +88,7 @@ def test_a_changed_file_is_hashed_again_even_if_its_time_of_change_was_set_back(
     assert process.hash_file(file) != before
 
 
-def test_a_file_that_was_changed_just_now_is_not_remembered(file: Path, hashed: list[Path], tmp_path: Path) -> None:
+def test_fingerprint_of_a_recently_modified_file_is_not_cached(file: Path, hashed: list[Path], tmp_path: Path) -> None:
     """Where times are coarse, it may change once more and look the same."""
     process = Fingerprints()
     process.cache_in(tmp_path)
@@ -101,7 +101,7 @@ def test_a_file_that_was_changed_just_now_is_not_remembered(file: Path, hashed: 
 
 
 @pytest.mark.usefixtures("later")
-def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_changes_during_hashing_is_rehashed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hash_file, changes = fingerprints.HASHES["xxh3_128"], [b"first", b"second"]
 
     def disturbed(path: Path, size: int) -> str:
@@ -116,7 +116,9 @@ def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(file: Path, monk
     assert found == hash_file(file, file.stat().st_size)
 
 
-def test_a_file_that_never_stays_the_same_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_keeps_changing_during_hashing_raises_config_error(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def disturbed(path: Path, size: int) -> str:
         path.write_bytes(bytes(size + 1))
         return "0" * 32
@@ -127,7 +129,7 @@ def test_a_file_that_never_stays_the_same_is_refused(file: Path, monkeypatch: py
         Fingerprints().hash_file(file)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_weight_file_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weights cannot be read"):
         Fingerprints().hash_file(tmp_path / "weights")
 
@@ -145,7 +147,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         b'{"a": "b"}',
     ],
 )
-def test_a_damaged_file_of_fingerprints_is_replaced(
+def test_corrupt_fingerprint_cache_file_is_replaced(
     content: bytes, file: Path, hashed: list[Path], tmp_path: Path
 ) -> None:
     (tmp_path / FILE).write_bytes(content)
@@ -160,7 +162,7 @@ def test_a_damaged_file_of_fingerprints_is_replaced(
 
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("digest", ["", "g" * 32, "0" * 31, 5, None, ["0" * 32]])
-def test_a_damaged_entry_is_passed_over(digest: object, file: Path, tmp_path: Path) -> None:
+def test_corrupt_fingerprint_cache_entry_is_ignored(digest: object, file: Path, tmp_path: Path) -> None:
     process = Fingerprints()
     process.cache_in(tmp_path)
     found = process.hash_file(file)
@@ -189,7 +191,7 @@ def test_the_oldest_fingerprints_are_dropped(file: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("later")
-def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_cache_writers_lose_no_fingerprints(tmp_path: Path) -> None:
     """Each has a file descriptor of its own for the lock, as processes have."""
     files = [tmp_path / f"file-{number}" for number in range(6)]
     for file in files:
@@ -207,7 +209,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("later")
-def test_where_nothing_can_be_written_fingerprints_are_found_all_the_same(file: Path, tmp_path: Path) -> None:
+def test_fingerprints_are_computed_without_a_writable_cache(file: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("no folder")
     process = Fingerprints()
     process.cache_in(tmp_path / "occupied")

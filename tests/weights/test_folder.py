@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> ModelFolder:
 
 @given(position=st.integers(0, 3999))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_file_that_is_hashed_whole_shows_any_changed_byte(model: ModelFolder, position: int) -> None:
+def test_identity_changes_with_any_byte_of_a_small_file(model: ModelFolder, position: int) -> None:
     file = model.path / "vae" / FILE
     before = model.identity("vae")
 
@@ -52,7 +52,9 @@ def _flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.row("K1")
-def test_any_byte_of_a_file_of_several_pieces_counts(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identity_changes_with_any_byte_of_a_multi_piece_file(
+    model: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fingerprint is made of those of pieces, of which the last one is shorter."""
     monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 1000)
     monkeypatch.setattr(fingerprints, "PIECE_BYTES", 1000)
@@ -69,7 +71,7 @@ def test_any_byte_of_a_file_of_several_pieces_counts(model: ModelFolder, monkeyp
     assert len(seen) == len(positions) + 1
 
 
-def test_swapped_pieces_of_a_file_count(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identity_changes_if_pieces_of_a_file_are_swapped(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 1000)
     monkeypatch.setattr(fingerprints, "PIECE_BYTES", 1000)
     file = model.path / "vae" / FILE
@@ -82,13 +84,13 @@ def test_swapped_pieces_of_a_file_count(model: ModelFolder, monkeypatch: pytest.
     assert model.identity("vae") != before
 
 
-def test_a_model_of_small_files_is_called_as_in_earlier_versions(model: ModelFolder) -> None:
+def test_identity_of_small_files_is_stable_across_releases(model: ModelFolder) -> None:
     """Or what waits in a queue would wait for ever after an upgrade."""
     known = b"config.json\x002\0{}" + f"{FILE}\0{len(WHOLE)}\0".encode() + WHOLE
     assert model.identity("vae") == xxhash.xxh3_128_hexdigest(known)
 
 
-def test_size_name_and_configuration_count(model: ModelFolder) -> None:
+def test_identity_covers_file_size_file_name_and_config(model: ModelFolder) -> None:
     component = model.path / "vae"
     seen = {model.identity("vae")}
     (component / FILE).write_bytes(save({"tensor": np.zeros(4001, np.uint8)}))
@@ -103,7 +105,7 @@ def test_size_name_and_configuration_count(model: ModelFolder) -> None:
     assert model.identity("vae") in seen
 
 
-def test_links_of_a_plain_folder_are_read(model: ModelFolder) -> None:
+def test_identity_follows_symlinks_in_a_plain_folder(model: ModelFolder) -> None:
     """Unlike those of a folder in the hub library's cache, which name the content."""
     before = model.identity("vae")
     file = model.path / "vae" / FILE
@@ -133,7 +135,7 @@ def snapshot(tmp_path: Path) -> ModelFolder:
     return ModelFolder(component.parent)
 
 
-def test_copies_in_the_place_of_a_hub_s_links_are_the_same_model(snapshot: ModelFolder) -> None:
+def test_hub_links_replaced_by_copies_have_the_same_identity(snapshot: ModelFolder) -> None:
     before = snapshot.identity("vae")
 
     for file in [*(snapshot.path / "vae").iterdir()]:
@@ -147,7 +149,7 @@ def test_copies_in_the_place_of_a_hub_s_links_are_the_same_model(snapshot: Model
 @pytest.mark.row("K1")
 @pytest.mark.parametrize("name", [FILE, "config.json"])
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_file_in_the_place_of_a_hub_s_is_hashed(
+def test_file_that_replaces_a_hub_link_is_hashed(
     listed: bool, name: str, snapshot: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it is a link to a file of any folder, whose name says nothing."""
@@ -173,7 +175,7 @@ def test_a_file_in_the_place_of_a_hub_s_is_hashed(
 @pytest.mark.row("K1")
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("name", [FILE, "config.json"])
-def test_what_was_copied_over_a_hub_s_link_is_hashed(
+def test_hub_blob_overwritten_through_its_link_is_hashed(
     name: str, listed: bool, snapshot: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy goes through the link into the blob, which keeps the name of its old content."""
@@ -204,9 +206,7 @@ def test_what_was_copied_over_a_hub_s_link_is_hashed(
         ("models/snapshots/c", None),
     ],
 )
-def test_a_folder_of_the_hub_librarys_cache_is_known_by_its_path(
-    folder: str, hub: tuple[str, str] | None, tmp_path: Path
-) -> None:
+def test_hub_cache_snapshot_is_recognized_by_its_path(folder: str, hub: tuple[str, str] | None, tmp_path: Path) -> None:
     assert ModelFolder(tmp_path / folder).hub == hub
 
 
@@ -224,7 +224,7 @@ def _shard(model: ModelFolder) -> Path:
 @pytest.mark.row("K1")
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("shard", [1, 2])
-def test_any_byte_of_any_shard_counts_also_behind_a_link(shard: int, link: bool, model: ModelFolder) -> None:
+def test_identity_changes_with_any_shard_even_behind_a_symlink(shard: int, link: bool, model: ModelFolder) -> None:
     file = _shard(model) / SHARD.format(shard)
     if link:
         file.rename(model.path / "elsewhere")
@@ -237,7 +237,7 @@ def test_any_byte_of_any_shard_counts_also_behind_a_link(shard: int, link: bool,
     assert [path.resolve() for path in model.files("vae").values()].count(file.resolve()) == 1
 
 
-def test_shards_named_by_an_index_must_all_be_there(model: ModelFolder) -> None:
+def test_missing_shard_of_an_index_raises_config_error(model: ModelFolder) -> None:
     component = _shard(model)
     assert [file.name for file in model.weights("vae")] == [SHARD.format(1), SHARD.format(2)]
     assert model.tensors("vae") == {"t1": ("F16", 3), "t2": ("F32", 6)}
@@ -249,14 +249,14 @@ def test_shards_named_by_an_index_must_all_be_there(model: ModelFolder) -> None:
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
-def test_an_index_that_names_nothing(content: str, model: ModelFolder) -> None:
+def test_shard_index_without_entries_raises_config_error(content: str, model: ModelFolder) -> None:
     (_shard(model) / f"{FILE}.index.json").write_text(content)
 
     with pytest.raises(ConfigError, match=r"component vae lacks vae/\*.safetensors; download or save"):
         model.weights("vae")
 
 
-def test_a_shard_of_another_component_is_none(model: ModelFolder) -> None:
+def test_shard_path_outside_the_component_is_rejected(model: ModelFolder) -> None:
     component = _shard(model)
     (model.path / "other.safetensors").write_bytes(WHOLE)
     (component / f"{FILE}.index.json").write_text('{"weight_map": {"t1": "../other.safetensors"}}')
@@ -272,7 +272,7 @@ def test_a_shard_of_another_component_is_none(model: ModelFolder) -> None:
         (["model.safetensors", "model.safetensors.index.json"], "model.safetensors"),
     ],
 )
-def test_of_a_file_and_an_index_counts_what_its_library_loads(
+def test_index_or_file_precedence_follows_the_loading_library(
     present: list[str], loaded: str, model: ModelFolder
 ) -> None:
     component = _shard(model)
@@ -284,7 +284,7 @@ def test_of_a_file_and_an_index_counts_what_its_library_loads(
     assert model.weights("vae")[0].name == loaded
 
 
-def test_variants_beside_the_plain_weights_do_not_count(model: ModelFolder) -> None:
+def test_weight_variants_beside_plain_weights_are_ignored(model: ModelFolder) -> None:
     before = model.identity("vae"), model.size("vae"), model.weights("vae"), model.tensors("vae")
     assert before[1] == 2 + len(WHOLE)
     assert before[3] == {"tensor": ("U8", 4000)}
@@ -317,7 +317,7 @@ PICKLES = "weights that are not safetensors: save the model again as safetensors
         ("adapter_model.safetensors", r"a LoRA adapter, .* with --loras FOLDER"),
     ],
 )
-def test_a_component_with_other_weights_only(name: str, sentence: str, model: ModelFolder) -> None:
+def test_component_with_only_unsupported_weights_is_rejected(name: str, sentence: str, model: ModelFolder) -> None:
     (model.path / "vae" / FILE).rename(model.path / "vae" / name)
 
     for ask in (model.weights, model.size, model.identity, model.tensors):
@@ -326,7 +326,7 @@ def test_a_component_with_other_weights_only(name: str, sentence: str, model: Mo
 
 
 @pytest.mark.row("P47")
-def test_weights_of_a_text_encoder_under_another_name_are_to_be_renamed(tmp_path: Path) -> None:
+def test_misnamed_text_encoder_weights_raise_an_error_with_rename_hint(tmp_path: Path) -> None:
     """As of a file that other tools have of T5, and that somebody put where it belongs."""
     (tmp_path / "text_encoder").mkdir()
     (tmp_path / "text_encoder" / "config.json").write_text('{"architectures": ["UMT5EncoderModel"]}')
@@ -336,14 +336,14 @@ def test_weights_of_a_text_encoder_under_another_name_are_to_be_renamed(tmp_path
         ModelFolder(tmp_path).weights("text_encoder")
 
 
-def test_an_adapter_beside_the_weights_is_refused_as_transformers_would_apply_it(model: ModelFolder) -> None:
+def test_adapter_config_beside_the_weights_is_rejected(model: ModelFolder) -> None:
     (model.path / "vae" / "adapter_config.json").write_text("{}")
 
     with pytest.raises(ConfigError, match=r"the weights of component vae are adapter_config.json, a LoRA adapter"):
         model.identity("vae")
 
 
-def test_a_folder_of_an_adapter_is_no_model(tmp_path: Path) -> None:
+def test_lora_adapter_folder_is_rejected_as_a_model(tmp_path: Path) -> None:
     (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(WHOLE)
     with pytest.raises(
         ConfigError, match=r"model_index.json is missing; the folder has pytorch_lora_weights.safetensors, a LoRA"
@@ -358,7 +358,7 @@ def test_a_folder_of_an_adapter_is_no_model(tmp_path: Path) -> None:
         ModelFolder(tmp_path).weights("unet")
 
 
-def test_a_quantized_component_is_refused(model: ModelFolder) -> None:
+def test_component_with_unsupported_quantization_is_rejected(model: ModelFolder) -> None:
     (model.path / "vae" / "config.json").write_text('{"quantization_config": null}')
     model.weights("vae")
 
@@ -371,7 +371,7 @@ def test_a_quantized_component_is_refused(model: ModelFolder) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
-def test_eight_bit_floats_are_refused_whose_scales_nobody_would_apply(dtype: str, model: ModelFolder) -> None:
+def test_fp8_weights_without_quantization_config_are_rejected(dtype: str, model: ModelFolder) -> None:
     head = HEADER.replace(b'"U8"', f'"{dtype}"'.encode())
     (model.path / "vae" / FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(4000))
 
@@ -394,7 +394,7 @@ def test_eight_bit_floats_are_refused_whose_scales_nobody_would_apply(dtype: str
         (b"\x09" + bytes(7) + b'{"a": {}}', "is not a safetensors file"),
     ],
 )
-def test_a_file_that_is_not_whole_is_named(content: bytes, sentence: str, model: ModelFolder) -> None:
+def test_truncated_or_invalid_safetensors_file_is_rejected(content: bytes, sentence: str, model: ModelFolder) -> None:
     (model.path / "vae" / FILE).write_bytes(content)
 
     for ask in (model.weights, model.size, model.identity, model.tensors):
@@ -402,7 +402,7 @@ def test_a_file_that_is_not_whole_is_named(content: bytes, sentence: str, model:
             ask("vae")
 
 
-def test_a_header_is_read_and_a_file_that_is_not_there_named(tmp_path: Path) -> None:
+def test_safetensors_header_is_parsed_and_missing_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(save({"a": np.zeros((2, 3), np.float16)}, metadata={"format": "pt"}))
 
     assert header(tmp_path / "w.safetensors") == {"a": {"dtype": "F16", "shape": [2, 3], "data_offsets": (0, 12)}}
@@ -424,7 +424,7 @@ def test_a_header_is_read_and_a_file_that_is_not_there_named(tmp_path: Path) -> 
         ("processor", "tokenizer_config.json"),
     ],
 )
-def test_each_component_has_its_configuration_file(component: str, file: str, tmp_path: Path) -> None:
+def test_each_component_type_has_its_own_config_file(component: str, file: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{component}/{file} cannot be read"):
         ModelFolder(tmp_path).config(component)
 
@@ -433,14 +433,14 @@ def test_each_component_has_its_configuration_file(component: str, file: str, tm
     assert ModelFolder(tmp_path).config(component) == {"found": True}
 
 
-def test_weights_without_their_configuration_are_no_checkpoint_of_another_layout(model: ModelFolder) -> None:
+def test_component_weights_without_config_are_reported_as_incomplete(model: ModelFolder) -> None:
     (model.path / "vae" / "config.json").unlink()
 
     with pytest.raises(ConfigError, match="vae/config.json cannot be read .* so component vae is incomplete"):
         model.weights("vae")
 
 
-def test_a_component_without_weights_has_a_size_and_no_parameters(tmp_path: Path) -> None:
+def test_component_without_weights_has_a_size_and_no_tensors(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
     (tmp_path / "tokenizer" / "merges.txt").write_text("a b")
@@ -475,14 +475,14 @@ def nested(depth: int) -> bytes:
     ],
     ids=lambda content: repr(content[:20]),
 )
-def test_an_index_of_absurd_content_is_one_sentence(content: bytes, model: ModelFolder) -> None:
+def test_invalid_model_index_raises_a_one_line_config_error(content: bytes, model: ModelFolder) -> None:
     (model.path / "model_index.json").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         find(model.path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
 
-def test_a_configuration_nested_for_ever_is_one_sentence(model: ModelFolder) -> None:
+def test_deeply_nested_json_raises_config_error(model: ModelFolder) -> None:
     (model.path / "vae" / "config.json").write_bytes(nested(5000))
     with pytest.raises(ConfigError, match="config.json is not valid"):
         model.config("vae")
@@ -491,7 +491,7 @@ def test_a_configuration_nested_for_ever_is_one_sentence(model: ModelFolder) -> 
         header(model.path / "vae" / FILE)
 
 
-def test_settings_of_how_a_language_model_is_served_are_no_part_of_it(tmp_path: Path) -> None:
+def test_serving_json_does_not_change_a_language_model_identity(tmp_path: Path) -> None:
     """Given `serving.json` beside its weights, when an operator edits it, then the model that is served is the same."""
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "model.safetensors").write_bytes(WHOLE)

@@ -72,9 +72,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("file") / "mixture.gguf", folder)
 
 
-def test_a_file_of_whole_numbers_has_the_weights_and_logits_of_the_folder_it_was_made_of(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_unquantized_gguf_has_the_weights_and_logits_of_its_source_model(folder: Path, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     mine = loaded(write_gguf(tmp_path / "a.gguf", folder))
     assert mine.state_dict().keys() == theirs.state_dict().keys()
@@ -85,7 +83,7 @@ def test_a_file_of_whole_numbers_has_the_weights_and_logits_of_the_folder_it_was
     assert all(tensor.device.type == "cpu" for tensor in (*mine.parameters(), *mine.buffers()))
 
 
-def test_a_llama_with_biases_and_words_that_are_read_and_spoken_alike(llama: Path, tmp_path: Path) -> None:
+def test_llama_gguf_with_attention_bias_and_tied_embeddings_loads(llama: Path, tmp_path: Path) -> None:
     folder = changed(shutil.copytree(llama, tmp_path / "b"), attention_bias=True, tie_word_embeddings=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     mine = loaded(write_gguf(tmp_path / "a.gguf", folder))
@@ -95,7 +93,7 @@ def test_a_llama_with_biases_and_words_that_are_read_and_spoken_alike(llama: Pat
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantized_weights_are_those_that_transformers_reads(kind: str, llama: Path, tmp_path: Path) -> None:
+def test_quantized_gguf_weights_match_transformers(kind: str, llama: Path, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "a.gguf", llama, QUANTIZED[kind])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     mine = loaded(file)
@@ -104,7 +102,7 @@ def test_quantized_weights_are_those_that_transformers_reads(kind: str, llama: P
     assert {kind for kind, _ in open_files(file).tensors("model").values()} == {"GGUF F32", f"GGUF {kind}"}
 
 
-def test_every_type_has_the_size_that_the_package_gives_it_and_can_be_dequantized() -> None:
+def test_every_ggml_type_has_the_block_size_of_the_gguf_package() -> None:
     for number, (name, numbers, width) in TYPES.items():
         kind = gguf.GGMLQuantizationType(number)
         assert (kind.name, *gguf.GGML_QUANT_SIZES[kind]) == (name, numbers, width)
@@ -112,7 +110,7 @@ def test_every_type_has_the_size_that_the_package_gives_it_and_can_be_dequantize
         assert gguf.quants.dequantize(rows, kind).shape == (2, numbers)
 
 
-def test_positions_turn_as_llama_3_scales_them_or_evenly_slower(llama: Path, tmp_path: Path) -> None:
+def test_llama3_and_linear_rope_scaling_are_applied(llama: Path, tmp_path: Path) -> None:
     scaled = changed(shutil.copytree(llama, tmp_path / "b"), rope_parameters=LLAMA3)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(scaled).model.rotary_emb.inv_freq
     mine = loaded(write_gguf(tmp_path / "a.gguf", scaled)).model.rotary_emb.inv_freq
@@ -123,16 +121,14 @@ def test_positions_turn_as_llama_3_scales_them_or_evenly_slower(llama: Path, tmp
     torch.testing.assert_close(loaded(evenly).model.rotary_emb.inv_freq, plain / 4)
 
 
-def test_a_matrix_that_is_read_in_several_pieces_is_the_same(
-    file: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrix_read_in_chunks_is_identical(file: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CHUNK > 1000
     monkeypatch.setattr("unfuse.weights.gguf_model.CHUNK", 1000)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(llama).state_dict()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in loaded(file).state_dict().items())
 
 
-def test_the_card_is_that_of_the_folder_but_for_what_is_in_the_file(file: Path, llama: Path) -> None:
+def test_model_spec_of_a_gguf_file_matches_its_source_except_pools(file: Path, llama: Path) -> None:
     mine, theirs = read_model_spec("m", file), read_model_spec("m", llama)
     assert (mine.limits, mine.dtypes, mine.family) == (theirs.limits, theirs.dtypes, theirs.family)
     assert mine.source == str(file)
@@ -141,7 +137,7 @@ def test_the_card_is_that_of_the_folder_but_for_what_is_in_the_file(file: Path, 
 
 
 @pytest.mark.parametrize("whole", [64 << 20, 1000])
-def test_copies_are_one_model_and_a_changed_one_is_another(
+def test_gguf_identity_depends_on_content_not_file_name(
     whole: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unfuse.weights.fingerprints.WHOLE_BYTES", whole)
@@ -156,7 +152,7 @@ def test_copies_are_one_model_and_a_changed_one_is_another(
 
 
 @pytest.mark.row("K1")
-def test_a_worker_notices_that_the_file_it_has_loaded_is_replaced(
+def test_worker_detects_that_its_loaded_gguf_file_was_replaced(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copy(file, tmp_path / "copy.gguf"))
@@ -176,7 +172,7 @@ def test_a_worker_notices_that_the_file_it_has_loaded_is_replaced(
     assert files.changed == dict.fromkeys(card.pools().values(), ChangedFile("copy.gguf", compared=True))
 
 
-def test_what_lies_beside_the_file_counts(file: Path, tmp_path: Path) -> None:
+def test_serving_and_generation_config_beside_a_gguf_file_are_read(file: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(file, tmp_path))
     (tmp_path / "serving.json").write_text('{"limits": {"max_tokens": 100}}')
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
@@ -272,7 +268,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], None], str]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_file_is_refused_in_a_sentence_before_anything_is_allocated(
+def test_corrupt_gguf_file_is_rejected_before_any_allocation(
     how: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the card or, at the latest, where weights are looked for: before torch has been asked for room."""
@@ -302,7 +298,7 @@ def test_a_damaged_file_is_refused_in_a_sentence_before_anything_is_allocated(
         ("tokenizer.ggml.eos_token_id", 2, ""),
     ],
 )
-def test_metadata_that_do_not_fit_are_refused_in_a_sentence(
+def test_inconsistent_gguf_metadata_raises_config_error(
     key: str, value: int, says: str, file: Path, tmp_path: Path
 ) -> None:
     other = said(file, key, value, tmp_path / "a.gguf")
@@ -328,7 +324,7 @@ def test_metadata_that_do_not_fit_are_refused_in_a_sentence(
         ({"vocab_size": 12}, "its configuration requires"),
     ],
 )
-def test_models_of_other_kinds_are_refused_in_a_sentence(
+def test_unsupported_gguf_model_features_raise_config_error(
     metadata: dict[str, Any], says: str, llama: Path, tmp_path: Path
 ) -> None:
     file = write_gguf(tmp_path / "a.gguf", llama, **metadata)
@@ -347,7 +343,7 @@ def test_models_of_other_kinds_are_refused_in_a_sentence(
         ("expert_feed_forward_length", 2_000_000_000, "its configuration requires"),
     ],
 )
-def test_a_mixture_that_contradicts_itself_is_refused(
+def test_inconsistent_mixture_of_experts_metadata_raises_config_error(
     key: str, value: int, says: str, mixture: Path, tmp_path: Path
 ) -> None:
     other = said(mixture, f"qwen3moe.{key}", value, tmp_path / "a.gguf")
@@ -356,7 +352,7 @@ def test_a_mixture_that_contradicts_itself_is_refused(
         open_files(other).tensors("model")
 
 
-def test_another_architecture_and_one_of_several_files_are_refused(file: Path, llama: Path, tmp_path: Path) -> None:
+def test_unsupported_architecture_or_split_gguf_file_is_rejected(file: Path, llama: Path, tmp_path: Path) -> None:
     kind = b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0"
     (tmp_path / "a.gguf").write_bytes(file.read_bytes().replace(kind + b"llama", kind + b"mamba"))
     with pytest.raises(ConfigError, match="architecture mamba is not supported; supported: llama, qwen2, qwen3"):
@@ -367,7 +363,7 @@ def test_another_architecture_and_one_of_several_files_are_refused(file: Path, l
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_a_file_with_bytes_changed_before_its_weights_is_read_or_refused(
+def test_fuzzed_gguf_header_loads_or_raises_config_error(
     data: st.DataObject, file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Mostly in the table of tensors, which is what lies behind the tokenizer."""
@@ -384,7 +380,7 @@ def test_a_file_with_bytes_changed_before_its_weights_is_read_or_refused(
         assert str(damaged) in str(error)
 
 
-def test_a_folder_with_one_file_stands_for_that_and_with_several_is_asked_back(file: Path, tmp_path: Path) -> None:
+def test_folder_with_one_gguf_file_resolves_and_with_several_is_rejected(file: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(file, tmp_path / "a.gguf"))
     assert resolve_source(str(tmp_path)) == resolve_source(str(copy)) == copy
     shutil.copy(file, tmp_path / "b.gguf")
@@ -392,7 +388,7 @@ def test_a_folder_with_one_file_stands_for_that_and_with_several_is_asked_back(f
         resolve_source(str(tmp_path))
 
 
-def test_a_folder_in_transformers_format_is_served_from_that(file: Path, llama: Path, tmp_path: Path) -> None:
+def test_transformers_folder_takes_precedence_over_a_gguf_file_in_it(file: Path, llama: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(llama, tmp_path / "both")
     shutil.copy(file, folder)
     assert resolve_source(str(folder)) == folder

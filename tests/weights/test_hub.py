@@ -97,7 +97,9 @@ def went_on(hub: Hub) -> list[str]:
     return sorted(asked.file for asked in hub.asked if asked.storage and asked.ranged)
 
 
-def test_a_hub_that_cuts_the_connection_four_times(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+def test_download_resumes_after_cut_connections_without_resending_bytes(
+    machine: Machine, hub: Hub, files: dict[str, bytes]
+) -> None:
     """Whole and verified, and no byte comes twice but those that were on their way."""
     hub.cuts = [100 * KIB, 200 * KIB, 1, 150 * KIB]
     code, out, error = machine.pull("--json")
@@ -107,7 +109,7 @@ def test_a_hub_that_cuts_the_connection_four_times(machine: Machine, hub: Hub, f
     assert json.loads(out)[0]["brought"] == sum(map(len, weights_of(files).values())) == hub.sent
 
 
-def test_each_machine_gets_only_the_files_of_its_stages(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_pull_downloads_only_the_files_of_the_given_roles(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     one, two = Machine(tmp_path / "one", hub), Machine(tmp_path / "two", hub)
     assert one.pull("--role", "encoder+decoder")[0] == two.pull("--role", "denoiser")[0] == 0
 
@@ -117,7 +119,7 @@ def test_each_machine_gets_only_the_files_of_its_stages(hub: Hub, files: dict[st
     assert code == 1 and "its roles are encoder, denoiser, decoder" in error
 
 
-def test_what_was_killed_goes_on_where_it_was(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+def test_killed_download_resumes_on_the_next_pull(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.pace_s = 0.05
     process = machine.begin()
     until(lambda: sum(part.stat().st_size for part in machine.parts()) > 300 * KIB, "some bytes", process)
@@ -131,7 +133,7 @@ def test_what_was_killed_goes_on_where_it_was(machine: Machine, hub: Hub, files:
     assert went_on(hub) == [*WEIGHTS.values()]
 
 
-def test_a_hub_that_sends_all_of_a_file_again_is_taken_at_that(
+def test_download_completes_if_the_hub_ignores_range_requests(
     machine: Machine, hub: Hub, files: dict[str, bytes]
 ) -> None:
     hub.cuts, hub.whole = [100 * KIB, 200 * KIB], True
@@ -141,7 +143,7 @@ def test_a_hub_that_sends_all_of_a_file_again_is_taken_at_that(
     assert machine.here() == weights_of(files)
 
 
-def test_a_hub_that_vanishes_is_one_sentence_and_a_later_pull_goes_on(
+def test_unreachable_hub_fails_the_pull_and_a_later_pull_resumes(
     machine: Machine, hub: Hub, files: dict[str, bytes]
 ) -> None:
     hub.pace_s = 0.05
@@ -168,7 +170,7 @@ def test_a_hub_that_vanishes_is_one_sentence_and_a_later_pull_goes_on(
         (None, b"other", "is not the file that the hub lists: its hash differs"),
     ],
 )
-def test_a_hub_that_lies_is_told_apart_from_one_that_breaks_off(
+def test_download_with_wrong_size_or_hash_fails_and_is_discarded(
     listed: int | None, stored: bytes | None, reason: str, machine: Machine, hub: Hub, files: dict[str, bytes]
 ) -> None:
     """Of sizes and of bytes; nothing of such a file stays."""
@@ -183,14 +185,14 @@ def test_a_hub_that_lies_is_told_apart_from_one_that_breaks_off(
     assert not machine.parts() and path not in machine.here()
 
 
-def test_a_gated_model_names_the_token_to_set(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+def test_gated_model_error_names_hf_token(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.gated = True
     code, _, error = machine.pull()
 
     assert code == 1 and f"is gated: accept its terms at {hub.url}/{NAME}, and set HF_TOKEN" in error
 
 
-def test_free_room_is_looked_at_first(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+def test_free_disk_space_is_checked_before_the_download(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.listed[WEIGHTS["vae"]] = 1 << 60
     code, _, error = machine.pull()
 
@@ -198,9 +200,7 @@ def test_free_room_is_looked_at_first(machine: Machine, hub: Hub, files: dict[st
     assert hub.sent == 0 and not machine.here()
 
 
-def test_a_disk_that_fills_amid_it_is_one_sentence_and_a_later_pull_goes_on(
-    hub: Hub, files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_full_disk_fails_the_pull_and_a_later_pull_resumes(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     with small_disk(tmp_path, 2600) as disk:
         machine = Machine(disk, hub)
         hub.pace_s = 0.05
@@ -223,7 +223,7 @@ def test_a_disk_that_fills_amid_it_is_one_sentence_and_a_later_pull_goes_on(
         assert machine.here() == weights_of(files)
 
 
-def test_two_at_once_share_what_comes(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+def test_concurrent_pulls_download_each_byte_once(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.pace_s = 0.02
     both = [machine.begin(), machine.begin()]
     for process in both:
@@ -234,7 +234,9 @@ def test_two_at_once_share_what_comes(machine: Machine, hub: Hub, files: dict[st
     assert hub.sent == sum(map(len, weights_of(files).values()))
 
 
-def test_progress_is_told_in_bytes_with_rate_and_rest(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+def test_pull_reports_progress_with_rate_and_remaining_time(
+    machine: Machine, hub: Hub, files: dict[str, bytes]
+) -> None:
     hub.pace_s = 0.4
     _, _, error = machine.pull("--role", "denoiser")
 
@@ -246,11 +248,11 @@ def test_progress_is_told_in_bytes_with_rate_and_rest(machine: Machine, hub: Hub
     ("done", "rate", "words"),
     [(0, 0.0, "0 B of 1.0 GiB"), (1 << 29, float(1 << 22), "512.0 MiB of 1.0 GiB, 4.0 MiB/s, 2:08 left")],
 )
-def test_how_far_it_is_in_words(done: int, rate: float, words: str) -> None:
+def test_download_progress_is_formatted_for_humans(done: int, rate: float, words: str) -> None:
     assert str(DownloadProgress("m", done, 1 << 30, rate)) == words
 
 
-def test_what_is_here_needs_no_hub(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+def test_pull_of_a_cached_model_needs_no_hub(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     assert machine.pull()[0] == 0
     hub.gone = True
     code, out, error = machine.pull("--json")

@@ -54,12 +54,12 @@ def places(model: torch.nn.Module) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["model", "sequential"])
-def test_a_model_that_rests_computes_what_it_computed(how: Offload) -> None:
+def test_offloaded_model_computes_identical_outputs(how: Offload) -> None:
     assert torch.equal(denoise(offload_model(transformer(), HOST, how)), denoise(transformer()))
     assert torch.equal(decode(offload_model(vae(), HOST, how)), decode(vae()))
 
 
-def test_an_encoder_whose_layers_rest_encodes_what_it_encoded() -> None:
+def test_sequentially_offloaded_text_encoder_computes_identical_outputs() -> None:
     plain = UMT5EncoderModel.from_pretrained(SHAPES, subfolder="text_encoder").eval()
     tokens = torch.arange(16).view(1, 16)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_a_component_is_on_the_device_until_another_one_runs() -> None:
     assert places(two) == resting[1]
 
 
-def test_what_comes_to_the_device_goes_again_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_component_returns_to_host_memory_if_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     model = offload_model(transformer(), HOST, "model")
     resting, calls = places(model), 0
     to = torch.Tensor.to
@@ -100,7 +100,7 @@ def test_what_comes_to_the_device_goes_again_when_there_is_no_room(monkeypatch: 
     assert torch.equal(denoise(model), denoise(transformer()))
 
 
-def test_an_adapter_of_a_model_that_rests_does_what_it_did(tmp_path: Path) -> None:
+def test_lora_adapters_on_an_offloaded_model_compute_identical_outputs(tmp_path: Path) -> None:
     """Given adapters that come, change and go on a transformer that another model drives from its place."""
     for name, rank in (("one", 2), ("two", 3)):
         adapter(SHAPES, tmp_path, name, rank, rank)
@@ -116,13 +116,13 @@ def test_an_adapter_of_a_model_that_rests_does_what_it_did(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["model", "sequential"])
-def test_offload_on_a_cpu_is_refused(how: Offload) -> None:
+def test_offload_on_cpu_raises_config_error(how: Offload) -> None:
     runtime = RuntimeOptions("cpu", {"vae": "float32"}, ComputeOptions(offload=how))
     with pytest.raises(ConfigError, match=f"--offload {how} needs a GPU"):
         Loader(ModelFolder(Path(SHAPES)), VAE, runtime, None).model("vae")
 
 
-def test_what_a_component_takes_in_memory_is_reported() -> None:
+def test_memory_size_and_load_time_of_a_component_are_reported() -> None:
     reports: list[tuple[str, float, int]] = []
     loader = Loader(
         ModelFolder(SHAPES), VAE, RuntimeOptions("cpu", {"vae": "bfloat16"}), lambda *found: reports.append(found)

@@ -42,7 +42,7 @@ def said(folder: Path, component: str, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_results_are_those_of_what_diffusers_loads(name: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_torchao_model_outputs_are_identical_to_diffusers(name: str, undivided: c.Undivided, stages: c.Load) -> None:
     job, expected = JOBS[name], undivided.result(name)
     loaded = stages(undivided.folder(job.model), job.dtype)
     [(latents, pixels)] = c.divided(loaded, job.params, {}, [job.params["seed"]])
@@ -50,7 +50,7 @@ def test_results_are_those_of_what_diffusers_loads(name: str, undivided: c.Undiv
     assert np.array_equal(pixels, expected["pixels"])
 
 
-def test_quantizing_changes_what_is_made_and_stays_in_memory(undivided: c.Undivided, stages: c.Load) -> None:
+def test_weights_stay_quantized_in_memory_and_change_the_output(undivided: c.Undivided, stages: c.Load) -> None:
     folder = undivided.folder("wan-int8")
     transformer = stages(folder)["denoise"]._denoiser.transformers[0]  # type: ignore[attr-defined]
     assert type(transformer.blocks[0].attn1.to_q.weight.data).__name__ == "Int8Tensor"
@@ -58,7 +58,7 @@ def test_quantizing_changes_what_is_made_and_stays_in_memory(undivided: c.Undivi
     assert 0 < np.abs(plain.numpy() - undivided.result("torchao-video")["latents"]).mean() < 0.5
 
 
-def test_plans_count_packed_bytes_and_no_ranks_or_adapters(undivided: c.Undivided) -> None:
+def test_plan_counts_packed_bytes_without_parallelism_or_lora(undivided: c.Undivided) -> None:
     cpu = (Device(CPU, 1 << 36),)
     plain, packed = (
         read_models([str(undivided.folder(kind))], "", WorkerPlan(None, {}, ComputeOptions()), cpu)[0]
@@ -73,7 +73,7 @@ def test_plans_count_packed_bytes_and_no_ranks_or_adapters(undivided: c.Undivide
     assert plain.spec.takes_lora and not packed.spec.takes_lora
 
 
-def test_floats_that_become_wider_are_counted_so(undivided: c.Undivided) -> None:
+def test_plan_counts_dtype_upcast_of_float8_models(undivided: c.Undivided) -> None:
     folder, cpu = str(undivided.folder("wan-float8")), (Device(CPU, 1 << 36),)
     half, full = (
         read_models([folder], "", WorkerPlan(None, {}, ComputeOptions(dtype=dtype)), cpu)[0]
@@ -84,12 +84,12 @@ def test_floats_that_become_wider_are_counted_so(undivided: c.Undivided) -> None
     assert half < full
 
 
-def test_a_folder_of_adapters_is_not_for_it(undivided: c.Undivided) -> None:
+def test_quantized_denoiser_ignores_the_loras_folder(undivided: c.Undivided) -> None:
     stage = load(undivided.folder("wan-int8"), "denoise", loras=str(undivided.folder("loras")))
     assert stage._adapters is None  # type: ignore[attr-defined]
 
 
-def test_what_cannot_compute_is_refused_before_it_is_loaded(
+def test_unsupported_quantized_setups_are_rejected_before_loading(
     copied: Copied, undivided: c.Undivided, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import diffusers
@@ -118,13 +118,15 @@ def test_what_cannot_compute_is_refused_before_it_is_loaded(
         ),
     ],
 )
-def test_other_ways_to_quantize_are_refused_by_name(changes: dict[str, object], says: str, copied: Copied) -> None:
+def test_unsupported_quantization_methods_are_rejected_by_name(
+    changes: dict[str, object], says: str, copied: Copied
+) -> None:
     folder = said(copied("wan-int8"), "transformer", **changes)
     with pytest.raises(ConfigError, match=says):
         find(folder).model_spec("m", folder)
 
 
-def test_pickles_of_older_versions_are_refused(copied: Copied) -> None:
+def test_pickled_torchao_weights_are_rejected(copied: Copied) -> None:
     folder = copied("wan-int8")
     next((folder / "transformer").glob("*.safetensors")).unlink()
     (folder / "transformer/diffusion_pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
@@ -132,21 +134,21 @@ def test_pickles_of_older_versions_are_refused(copied: Copied) -> None:
         find(folder).model_spec("m", folder)
 
 
-def test_a_language_model_is_refused(tmp_path: Path) -> None:
+def test_torchao_language_model_is_rejected(tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "torchao"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="not supported for language models: use GGUF"):
         ModelFolder(tmp_path).weight_names("model")
 
 
-def test_other_quantized_weights_are_another_pool(copied: Copied, undivided: c.Undivided) -> None:
+def test_quantized_weights_get_a_pool_of_their_own(copied: Copied, undivided: c.Undivided) -> None:
     folder = copied("wan-int8")
     cards = [find(one).model_spec("m", one) for one in (folder, undivided.folder("wan"))]
     assert cards[0].pools()["denoise"] != cards[1].pools()["denoise"]
     assert cards[0].pools()["vae_decode"] == cards[1].pools()["vae_decode"]
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchao_raises_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library([None, {}]) == set()
     assert library([{"quant_method": "torchao"}]) == {"torchao"}
     monkeypatch.setitem(sys.modules, "torchao", None)

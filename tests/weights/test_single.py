@@ -29,12 +29,12 @@ def latents(folder: Path, job: c.Job, stages: c.Load) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_latents_are_those_of_what_diffusers_loads(name: str, undivided: c.Undivided, stages: c.Load) -> None:
+def test_single_file_latents_are_identical_to_diffusers(name: str, undivided: c.Undivided, stages: c.Load) -> None:
     job = JOBS[name]
     assert np.array_equal(latents(undivided.folder(job.model), job, stages), undivided.result(name)["latents"])
 
 
-def test_the_names_of_another_tool_change_nothing_and_eight_bits_do(undivided: c.Undivided) -> None:
+def test_tensor_naming_does_not_change_latents_and_quantization_does(undivided: c.Undivided) -> None:
     """Equal but for rounding: on some CPUs where weights lie in memory decides which kernels take them."""
     names = "lora-none", "single", "even", "quantized", "lora-quantized"
     plain, single, even, quantized, adapted = (undivided.result(name)["latents"] for name in names)
@@ -42,7 +42,7 @@ def test_the_names_of_another_tool_change_nothing_and_eight_bits_do(undivided: c
     assert 0 < np.abs(quantized - even).mean() < 0.1 < np.abs(quantized - adapted).mean()
 
 
-def test_what_is_quantized_stays_so_in_memory_and_is_not_spread(undivided: c.Undivided, stages: c.Load) -> None:
+def test_gguf_denoiser_stays_quantized_and_has_no_parallelism(undivided: c.Undivided, stages: c.Load) -> None:
     folder = undivided.folder("wan-gguf")
     (spec,) = (spec for spec in find(folder).model_spec("m", folder).pipeline.stages if spec.kind == "denoise")
     assert not spec.parallelism
@@ -55,7 +55,7 @@ def single(undivided: c.Undivided, tmp_path: Path) -> Path:
     return Path(shutil.copytree(undivided.folder("wan-single"), tmp_path / "model"))
 
 
-def test_another_file_is_another_model(single: Path) -> None:
+def test_changed_single_file_changes_the_identity(single: Path) -> None:
     one = ModelFolder(single).identity("transformer")
     file = single / "transformer/tuned.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
@@ -71,29 +71,27 @@ def test_another_file_is_another_model(single: Path) -> None:
         ("tuned.ckpt", b"", "not safetensors"),
     ],
 )
-def test_what_is_no_such_file_is_refused_before_anything_is_loaded(
-    name: str, data: bytes, says: str, single: Path
-) -> None:
+def test_invalid_single_file_is_rejected_before_loading(name: str, data: bytes, says: str, single: Path) -> None:
     (single / "transformer/tuned.safetensors").unlink()
     (single / "transformer" / name).write_bytes(data)
     with pytest.raises(ConfigError, match=says):
         find(single).model_spec("m", single)
 
 
-def test_one_of_two_files_is_not_chosen(single: Path) -> None:
+def test_two_single_files_in_a_component_are_rejected(single: Path) -> None:
     shutil.copy(single / "transformer/tuned.safetensors", single / "transformer/other.safetensors")
     with pytest.raises(ConfigError, match="keep only one of them in transformer"):
         find(single).model_spec("m", single)
 
 
-def test_the_file_of_another_model_names_what_it_lacks(single: Path, undivided: c.Undivided, stages: c.Load) -> None:
+def test_single_file_of_another_model_fails_to_load(single: Path, undivided: c.Undivided, stages: c.Load) -> None:
     (other,) = undivided.folder("flux").glob("transformer/*.safetensors")
     shutil.copy(other, single / "transformer/tuned.safetensors")
     with pytest.raises(ConfigError, match="component transformer"):
         stages(single)
 
 
-def test_a_file_of_another_model_is_refused_before_anything_is_loaded(
+def test_single_file_of_another_model_is_rejected_before_loading(
     copied: Callable[[str], Path], undivided: c.Undivided
 ) -> None:
     """So it is by `doctor` and `POST /v1/models`, which read headers alone."""
@@ -136,7 +134,7 @@ REFINER = "txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.bias"
         ("AutoencoderKL", ("head.modulation",), "wan", True),
     ],
 )
-def test_files_are_told_apart_by_architecture_and_names(
+def test_single_file_class_is_detected_by_architecture_and_tensor_names(
     kind: str, names: tuple[str, ...], architecture: str, fits: bool
 ) -> None:
     assert may_be_class(kind, names, architecture) is fits

@@ -167,7 +167,7 @@ NOTHING = ": there is no such folder or file on this machine"
         ("~nobody-of-that-name/model", NOTHING),
     ],
 )
-def test_a_source_that_is_nothing_is_refused_before_any_network(name: str, sentence: str) -> None:
+def test_unknown_model_source_is_rejected_without_network_access(name: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         resolve_source(name)
 
@@ -180,7 +180,7 @@ def test_a_source_that_is_nothing_is_refused_before_any_network(name: str, sente
         ("notes.md", "a single file: not the folder of a model"),
     ],
 )
-def test_a_single_file_is_no_model(name: str, sentence: str, tmp_path: Path) -> None:
+def test_single_weight_file_is_rejected_as_a_model_source(name: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"")
 
     with pytest.raises(ConfigError, match=sentence):
@@ -196,7 +196,7 @@ def test_a_single_file_is_no_model(name: str, sentence: str, tmp_path: Path) -> 
         (None, TEXT + TRANSFORMER + VAE),
     ],
 )
-def test_of_weights_only_the_components_come_and_never_code_or_pickles(
+def test_only_weights_of_the_components_are_downloaded_and_no_code(
     components: tuple[str, ...] | None, weights: list[str], machine: Machine, hub: Hub
 ) -> None:
     commit = hub.push(NAME, _model())
@@ -210,7 +210,7 @@ def test_of_weights_only_the_components_come_and_never_code_or_pickles(
     assert here == {*PLAIN, *weights}
 
 
-def test_what_is_there_is_not_brought_again(machine: Machine, hub: Hub) -> None:
+def test_cached_files_are_not_downloaded_again(machine: Machine, hub: Hub) -> None:
     hub.push(NAME, _model())
     machine.ask(("resolve", NAME, None, ["vae"]))
     hub.brought()
@@ -243,7 +243,7 @@ def test_a_branch_a_tag_or_a_commit_may_be_pinned(machine: Machine, hub: Hub) ->
     assert "Revision Not Found" in found[4]
 
 
-def test_the_token_is_sent_to_the_hub_and_not_where_its_files_are_stored(machine: Machine, hub: Hub) -> None:
+def test_token_is_sent_to_the_hub_and_not_to_its_file_storage(machine: Machine, hub: Hub) -> None:
     hub.token = "hf_" + "a" * 34
     hub.push(NAME, _model())
 
@@ -257,7 +257,7 @@ def test_the_token_is_sent_to_the_hub_and_not_where_its_files_are_stored(machine
     assert sent == {(False, f"Bearer {hub.token}"), (True, None)}
 
 
-def test_a_hub_name_is_found_in_the_hubs_cache(machine: Machine) -> None:
+def test_hub_name_resolves_from_the_hub_cache_offline(machine: Machine) -> None:
     """The cache as an older hub library laid it out, with no listing of the commit, offline."""
     snapshot = machine.repository / "snapshots" / ("c" * 40)
     snapshot.mkdir(parents=True)
@@ -275,7 +275,7 @@ def test_a_hub_name_is_found_in_the_hubs_cache(machine: Machine) -> None:
         assert "\n" not in answer
 
 
-def test_offline_the_cache_serves_and_what_it_lacks_is_named(machine: Machine, hub: Hub) -> None:
+def test_offline_error_names_the_missing_file_and_download_command(machine: Machine, hub: Hub) -> None:
     commit = hub.push(NAME, _model())
     online = machine.ask(("resolve", NAME, None, ["transformer"]), ("weights", "transformer"))
     hub.asked.clear()
@@ -295,7 +295,7 @@ def test_offline_the_cache_serves_and_what_it_lacks_is_named(machine: Machine, h
     assert hub.asked == []
 
 
-def test_a_hub_that_cannot_be_reached_is_as_good_as_offline(machine: Machine, hub: Hub) -> None:
+def test_unreachable_hub_behaves_like_offline_mode(machine: Machine, hub: Hub) -> None:
     hub.push(NAME, _model())
     asked = ("resolve", NAME, None, ["vae"])
     online = machine.ask(asked)
@@ -311,7 +311,7 @@ COMPONENTS = ("text_encoder", "tokenizer", "transformer", "scheduler", "vae")
 CARD = [("identity", *COMPONENTS), ("identity", "transformer", "scheduler"), *[("size", one) for one in COMPONENTS]]
 
 
-def test_identity_and_size_are_the_same_wherever_they_are_made_and_whatever_is_there(hub: Hub, tmp_path: Path) -> None:
+def test_identity_and_size_do_not_depend_on_the_files_downloaded(hub: Hub, tmp_path: Path) -> None:
     hub.push(NAME, _model())
     names = ("gateway", "denoiser", "whole")
     gateway, denoiser, whole = (Machine(tmp_path / name, hub) for name in names)
@@ -330,7 +330,7 @@ def test_identity_and_size_are_the_same_wherever_they_are_made_and_whatever_is_t
     assert whole.ask(("resolve", NAME), *CARD, offline=True)[1:] == card  # what is here is named by its content
 
 
-def test_another_commit_changes_the_identity_of_what_is_other_in_it(machine: Machine, hub: Hub) -> None:
+def test_new_commit_changes_only_identities_of_changed_components(machine: Machine, hub: Hub) -> None:
     changes: list[dict[str, bytes]] = [{}, {"README.md": b"2"}, {"vae/config.json": b'{"a": 1}'}, {VAE[0]: _weights(5)}]
     commits = [hub.push(NAME, {**_model(), **change}) for change in changes]
 
@@ -347,7 +347,7 @@ def test_another_commit_changes_the_identity_of_what_is_other_in_it(machine: Mac
     assert len(set(vae)) == 3
 
 
-def test_size_and_tensors_need_no_weights(machine: Machine, hub: Hub) -> None:
+def test_size_and_tensors_are_known_without_downloading_weights(machine: Machine, hub: Hub) -> None:
     files = _model()
     asked = [("size", "transformer"), *[("tensors", component) for component in COMPONENTS]]
 
@@ -389,7 +389,7 @@ LORA = {"README.md": b"", "pytorch_lora_weights.safetensors": _weights()}
         ),
     ],
 )
-def test_what_is_not_served_is_refused_before_its_weights_come(
+def test_unsupported_hub_model_is_rejected_before_weights_download(
     files: dict[str, bytes], sentence: str, machine: Machine, hub: Hub
 ) -> None:
     hub.push(NAME, files)
@@ -400,7 +400,7 @@ def test_what_is_not_served_is_refused_before_its_weights_come(
     assert all(name.endswith((".json", ".txt", ".model")) for name in hub.brought())
 
 
-def test_a_file_of_the_cache_that_was_cut_short_is_named(machine: Machine, hub: Hub) -> None:
+def test_truncated_file_in_the_cache_is_named_in_the_error(machine: Machine, hub: Hub) -> None:
     hub.push(NAME, _model())
     (folder,) = machine.ask(("resolve", NAME, None, ["vae"]))
     file = Path(folder, VAE[0])
@@ -415,7 +415,7 @@ def test_a_file_of_the_cache_that_was_cut_short_is_named(machine: Machine, hub: 
     assert len(other) == 32
 
 
-def test_a_stage_loads_from_its_own_components_and_the_card_needs_none(hub: Hub, tmp_path: Path) -> None:
+def test_stage_needs_only_its_components_and_the_model_spec_none(hub: Hub, tmp_path: Path) -> None:
     """The packaged model, from the hub to two machines; the pools that their cards name are the same."""
     packaged = resolve_source("unfuse/shapes")
     files = [file for file in packaged.rglob("*") if file.is_file()]

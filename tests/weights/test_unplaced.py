@@ -56,14 +56,16 @@ def added(key: str, like: str = "") -> Change:
         ("wan-single", "transformer", "denoise", "blocks.0.self_attn.q.other_scale"),
     ],
 )
-def test_a_tensor_without_a_place_is_named(model: str, part: str, stage: str, key: str, copied: Copied) -> None:
+def test_unused_tensor_in_the_weights_raises_config_error(
+    model: str, part: str, stage: str, key: str, copied: Copied
+) -> None:
     folder = changed(copied(model), part, added(key))
     own = key.removeprefix("text_model.")
     with pytest.raises(ConfigError, match=rf"component {part} have \S*{own}"):
         load(folder, stage)
 
 
-def test_what_belongs_to_the_rest_of_a_larger_model_may_be_there(copied: Copied) -> None:
+def test_encoder_weights_may_include_decoder_and_lm_head_tensors(copied: Copied) -> None:
     """Given the encoder's files with a decoder, a head and the position ids that older versions saved, it loads."""
     decoder = "decoder.block.0.layer.0.SelfAttention.q.weight"
     folder = changed(copied("wan"), "text_encoder", added(decoder))
@@ -77,11 +79,11 @@ def test_older_files_with_position_ids_load(copied: Copied) -> None:
     load(changed(copied("flux"), "text_encoder", older), "text_encode")
 
 
-def test_what_makers_publish_and_nothing_computes_with_may_be_there(copied: Copied) -> None:
+def test_known_unused_tensor_in_published_weights_is_allowed(copied: Copied) -> None:
     load(changed(copied("wan-single"), "transformer", added("norm_final.weight")), "denoise")
 
 
-def test_a_file_of_all_parts_of_a_model_may_hold_more_than_its_denoiser(copied: Copied) -> None:
+def test_denoiser_loads_from_an_all_in_one_checkpoint(copied: Copied) -> None:
     def whole(tensors: dict[str, torch.Tensor]) -> None:
         for key in [*tensors]:
             tensors[f"model.diffusion_model.{key}"] = tensors.pop(key)
@@ -91,7 +93,7 @@ def test_a_file_of_all_parts_of_a_model_may_hold_more_than_its_denoiser(copied: 
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.int8])
-def test_integers_where_the_model_has_floats_are_refused(kind: torch.dtype, copied: Copied) -> None:
+def test_integer_weights_for_float_parameters_are_rejected(kind: torch.dtype, copied: Copied) -> None:
     key = "blocks.0.attn1.to_q.weight"
     folder = changed(copied("wan"), "transformer", lambda all: all.update({key: all[key].mul(127).to(kind)}))
     with pytest.raises(ConfigError, match=f"{key} (as integers|is of type)"):
@@ -101,14 +103,14 @@ def test_integers_where_the_model_has_floats_are_refused(kind: torch.dtype, copi
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.q_proj.qweight", "model.layers.0.mlp.up_proj.weight_packed"]
 )
-def test_a_language_model_of_codes_is_refused_though_its_configuration_is_silent(name: str, tmp_path: Path) -> None:
+def test_quantized_language_model_without_quantization_config_is_rejected(name: str, tmp_path: Path) -> None:
     folder = make_language_model(tmp_path / "model")
     changed(folder, "", lambda all: all.update({name: torch.ones(4, 4, dtype=torch.int32)}))
     with pytest.raises(ConfigError, match=f"is quantized .*{name}"):
         find(folder).model_spec("m", folder)
 
 
-def test_a_language_model_with_a_tensor_more_is_refused(tmp_path: Path) -> None:
+def test_language_model_with_an_unused_tensor_is_rejected(tmp_path: Path) -> None:
     folder = make_language_model(tmp_path / "model")
     changed(folder, "", lambda all: all.update({"model.layers.0.self_attn.q_proj.other": torch.ones(4)}))
     with pytest.raises(ConfigError, match="have model.layers.0.self_attn.q_proj.other"):
@@ -136,11 +138,11 @@ def test_a_language_model_with_a_tensor_more_is_refused(tmp_path: Path) -> None:
         ("a.norm.scale", "BF16", False),
     ],
 )
-def test_what_is_known_of_codes_by_names_and_types(name: str, dtype: str, is_refused: bool) -> None:
+def test_quantized_tensors_are_detected_by_name_and_dtype(name: str, dtype: str, is_refused: bool) -> None:
     assert bool(codes({name: (dtype, 1)})) == is_refused
 
 
-def test_weights_of_torchao_are_codes_that_are_served(undivided: c.Undivided) -> None:
+def test_torchao_weights_are_detected_as_quantized_and_accepted(undivided: c.Undivided) -> None:
     folder = undivided.folder("wan-int8")
     stored = ModelFolder(folder).tensors("transformer")
     assert codes(stored) and json.loads((folder / "transformer/config.json").read_text())["quantization_config"]
@@ -174,11 +176,11 @@ def test_weights_of_torchao_are_codes_that_are_served(undivided: c.Undivided) ->
         ("__index_timestep_zero__", False),
     ],
 )
-def test_names_in_published_files_that_nothing_computes_with(name: str, may_be_there: bool) -> None:
+def test_known_unused_tensor_names_are_allowed_and_others_reported(name: str, may_be_there: bool) -> None:
     assert unplaced(SimpleNamespace(config=SimpleNamespace()), [name]) == ([] if may_be_there else [name])
 
 
-def test_a_mark_of_another_tool_may_be_there_where_the_configuration_says_the_same() -> None:
+def test_comfyui_marker_tensor_is_allowed_only_if_the_config_agrees() -> None:
     """Qwen-Image-Edit 2511 as ComfyUI has it: without `zero_cond_t` pictures would be those of an older model."""
     marks = ["__index_timestep_zero__", "model.diffusion_model.__index_timestep_zero__"]
     for is_said in (True, False):
@@ -234,7 +236,7 @@ def as_they_are(file: Path, tensors: dict[str, str]) -> None:
         ("vae", {"first_stage_model.b.weight": "I32", "model.diffusion_model.a.weight": "F16"}, None),
     ],
 )
-def test_what_a_file_of_all_parts_has_of_others_may_be_quantized(
+def test_quantized_tensors_of_other_components_in_a_file_are_ignored(
     component: str, tensors: dict[str, str], own: set[str] | None, tmp_path: Path
 ) -> None:
     """As in Stability's SD3 with its T5 in 8 bits, Lumina with a tokenizer inside, and SD 1.5 with its averages."""

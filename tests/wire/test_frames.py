@@ -12,7 +12,7 @@ FRAMES = st.lists(st.tuples(st.sampled_from([0, MORE, COMMAND]), st.binary(max_s
 
 
 @given(FRAMES, st.lists(st.integers(1, 100), min_size=1))
-def test_frames_are_the_same_however_the_bytes_are_cut(frames: list[tuple[int, bytes]], cuts: list[int]) -> None:
+def test_frames_do_not_depend_on_how_the_bytes_are_chunked(frames: list[tuple[int, bytes]], cuts: list[int]) -> None:
     data = GREETING + b"".join(frame(body, flags) for flags, body in frames)
     reader, found = FrameReader(1000), []
     while data:
@@ -37,7 +37,7 @@ def test_frames_are_the_same_however_the_bytes_are_cut(frames: list[tuple[int, b
         (GREETING + bytes([LONG]) + b"\xff" * 8, "too large"),
     ],
 )
-def test_what_no_peer_of_ours_says_ends_the_cut_at_any_pace(data: bytes, reason: str) -> None:
+def test_invalid_zmtp_bytes_are_rejected_at_any_chunk_size(data: bytes, reason: str) -> None:
     for pace in (1, len(data)):
         reader = FrameReader(1000)
         with pytest.raises(Unwelcome, match=reason):

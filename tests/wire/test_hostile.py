@@ -179,7 +179,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD.values(), ids=BAD.keys())
-async def test_what_is_no_message_is_refused_with_a_sentence(site: Site, message: bytes) -> None:
+async def test_malformed_message_is_answered_with_rejected(site: Site, message: bytes) -> None:
     async with site.stranger() as peer:
         await peer.send_multipart([b"1", message])
         number, reply = await peer.recv_multipart()
@@ -193,7 +193,7 @@ async def test_what_is_no_message_is_refused_with_a_sentence(site: Site, message
     [[b"1"], [b""], [b"1", b"", b""], [b"1" * 100_000, encode(Heartbeat())]],
     ids=["one", "empty", "three", "long"],
 )
-async def test_frames_that_make_no_message_are_ignored(site: Site, frames: list[bytes]) -> None:
+async def test_wrong_number_or_size_of_frames_is_ignored(site: Site, frames: list[bytes]) -> None:
     async with site.stranger() as peer:
         await peer.send_multipart(frames)
         await peer.send_multipart([b"2", encode(Heartbeat())])
@@ -201,7 +201,7 @@ async def test_frames_that_make_no_message_are_ignored(site: Site, frames: list[
         await site.complete()
 
 
-async def test_a_frame_that_is_too_large_ends_its_connection_before_it_is_read(site: Site) -> None:
+async def test_oversized_frame_closes_its_connection(site: Site) -> None:
     async with site.stranger() as peer:
         events = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         await peer.send_multipart([b"1", bytes(MAX_BYTES + 1)])
@@ -212,14 +212,14 @@ async def test_a_frame_that_is_too_large_ends_its_connection_before_it_is_read(s
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" * 100_000, b"\0" * 64, b""])
-async def test_what_does_not_even_speak_the_protocol_below_harms_nobody(site: Site, data: bytes) -> None:
+async def test_peer_that_does_not_speak_zmtp_affects_no_worker(site: Site, data: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(site.router.address.removeprefix("unix:"))
         raw.sendall(data)
         await site.complete()
 
 
-async def test_who_has_not_introduced_itself_is_a_stranger_whatever_it_knows(site: Site) -> None:
+async def test_unregistered_peer_gets_unknown_worker_even_with_a_valid_token(site: Site) -> None:
     lease = await site.lease()
     async with site.stranger() as peer:
         for message in (
@@ -235,7 +235,7 @@ async def test_who_has_not_introduced_itself_is_a_stranger_whatever_it_knows(sit
     await site.complete()
 
 
-async def test_a_forged_token_has_no_effect(site: Site) -> None:
+async def test_forged_lease_token_is_rejected(site: Site) -> None:
     lease = await site.lease()
     forged = Lease(lease.task, lease.worker, secrets.token_bytes(16), lease.expires)
     async with site.member("forger") as forger:
@@ -247,7 +247,7 @@ async def test_a_forged_token_has_no_effect(site: Site) -> None:
     await unharmed(site, lease)
 
 
-async def test_another_worker_s_task_is_not_ended_even_by_who_knows_its_token(site: Site) -> None:
+async def test_worker_cannot_end_the_task_of_another_even_with_its_token(site: Site) -> None:
     lease = await site.lease()
     async with site.member("thief") as thief:
         for message in reports(lease):
@@ -261,7 +261,7 @@ async def test_another_worker_s_task_is_not_ended_even_by_who_knows_its_token(si
     await unharmed(site, lease)
 
 
-async def test_who_claims_a_worker_s_id_without_its_secret_is_refused_and_stays_a_stranger(site: Site) -> None:
+async def test_registration_with_the_id_of_another_worker_needs_its_secret(site: Site) -> None:
     lease = await site.lease()
     for secret in (b"", b"x" * 16, SECRET[:-1]):
         impostor = Dealer(site.router.address)
@@ -272,7 +272,7 @@ async def test_who_claims_a_worker_s_id_without_its_secret_is_refused_and_stays_
     await unharmed(site, lease)
 
 
-async def test_a_worker_that_knows_its_secret_may_come_back_on_another_connection(site: Site) -> None:
+async def test_worker_can_register_again_on_a_new_connection_with_its_secret(site: Site) -> None:
     lease = await site.lease()
     again = Dealer(site.router.address)
     assert isinstance(await site.say(HELLO, again), Registered)
@@ -280,7 +280,7 @@ async def test_a_worker_that_knows_its_secret_may_come_back_on_another_connectio
     await again.close()
 
 
-async def test_who_leaves_thousands_of_messages_unread_or_unanswered_is_dropped(site: Site) -> None:
+async def test_peer_with_thousands_of_pending_messages_is_disconnected(site: Site) -> None:
     async with site.stranger() as peer:
         events = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         await peer.send_multipart([b"hello", encode(Register(info("greedy", ENCODE), (CARD,), b"g" * 16))])
@@ -298,7 +298,7 @@ async def test_who_leaves_thousands_of_messages_unread_or_unanswered_is_dropped(
     await site.complete()
 
 
-async def test_one_that_never_reads_keeps_nobody_waiting() -> None:
+async def test_peer_that_never_reads_is_dropped_without_blocking_others() -> None:
     """Its answers, 20 kB each, fill every buffer on the way; then it is dropped."""
     async with open_site(offered="x" * 20_000) as site:
         peer = await Peer.at(site.router.address, introduced=True)
@@ -310,7 +310,7 @@ async def test_one_that_never_reads_keeps_nobody_waiting() -> None:
         await site.complete()
 
 
-async def test_without_the_key_nothing_is_heard(tmp_path: Path) -> None:
+async def test_worker_without_the_right_key_cannot_register(tmp_path: Path) -> None:
     make(tmp_path / "keys")
     make(tmp_path / "other")
     other = read(str(tmp_path / "other"), "worker")

@@ -51,7 +51,7 @@ async def listening(keys: Trust, host: str = "127.0.0.1") -> AsyncIterator[tuple
         await router.close()
 
 
-def test_each_side_knows_its_secret_and_the_other_s_public_key_and_only_the_owner_reads_them(folder: Path) -> None:
+def test_key_files_pair_both_sides_and_are_readable_only_by_the_owner(folder: Path) -> None:
     scheduler, worker = keys(folder, "scheduler"), keys(folder, "worker")
     assert zmq.curve_public(scheduler.secret.encode()).decode() == worker.peer
     assert zmq.curve_public(worker.secret.encode()).decode() == scheduler.peer
@@ -59,7 +59,7 @@ def test_each_side_knows_its_secret_and_the_other_s_public_key_and_only_the_owne
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
-def test_keys_that_are_there_are_not_overwritten(folder: Path) -> None:
+def test_existing_keys_are_not_overwritten(folder: Path) -> None:
     before = keys(folder, "worker")
     (folder / "scheduler.key").unlink()
     with pytest.raises(ConfigError, match="worker.key is there already"):
@@ -67,7 +67,7 @@ def test_keys_that_are_there_are_not_overwritten(folder: Path) -> None:
     assert keys(folder, "worker") == before
 
 
-def test_a_key_that_others_can_read_is_refused(folder: Path) -> None:
+def test_key_file_readable_by_others_is_rejected(folder: Path) -> None:
     (folder / "worker.key").chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by others: chmod 600"):
         read(str(folder), "worker")
@@ -80,7 +80,7 @@ def shared(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_one_secret_gives_both_sides_keys_that_fit(tmp_path: Path) -> None:
+def test_shared_secret_derives_matching_keys_for_both_sides(tmp_path: Path) -> None:
     """Each side knows its own secret and the other's public key; another secret gives other keys."""
     first = {side: keys(shared(tmp_path, "a" * 32), side) for side in SIDES}
     for side, other in (SIDES, SIDES[::-1]):
@@ -90,24 +90,24 @@ def test_one_secret_gives_both_sides_keys_that_fit(tmp_path: Path) -> None:
     assert keys(shared(tmp_path, "a" * 33), "worker") != first["worker"]
 
 
-def test_a_file_of_a_side_goes_before_a_shared_one(folder: Path) -> None:
+def test_key_file_of_a_side_takes_precedence_over_a_shared_secret(folder: Path) -> None:
     before = keys(folder, "worker")
     assert keys(shared(folder, "a" * 32), "worker") == before
 
 
 @pytest.mark.parametrize("text", ["", "a" * 31, "a" * 32 + " b", "\n", "é\x00"])
-def test_a_shared_secret_that_can_be_guessed_is_refused(tmp_path: Path, text: str) -> None:
+def test_short_or_malformed_shared_secret_is_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="shared.key is not one word of at least 32 characters"):
         read(str(shared(tmp_path, text)), "worker")
 
 
-def test_a_shared_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_shared_secret_readable_by_others_is_rejected(tmp_path: Path) -> None:
     (shared(tmp_path, "a" * 32) / "shared.key").chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by others"):
         read(str(tmp_path), "worker")
 
 
-async def test_who_shares_the_secret_is_heard(tmp_path: Path) -> None:
+async def test_worker_with_the_shared_secret_can_connect(tmp_path: Path) -> None:
     async with listening(keys(shared(tmp_path, "s" * 40), "scheduler")) as (address, seen):
         dealer = Dealer(address, keys(tmp_path, "worker"))
         assert await dealer.call(Heartbeat(), 60) == HeartbeatReply((), ())
@@ -116,20 +116,20 @@ async def test_who_shares_the_secret_is_heard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "secret abc\npeer def\n", "secret\n", "other 1\npeer 2\n", "\udcff"])
-def test_a_file_that_holds_no_keys_says_how_to_get_some(folder: Path, text: str) -> None:
+def test_invalid_key_file_error_names_the_keys_command(folder: Path, text: str) -> None:
     (folder / "worker.key").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match="holds no keys: make some by `unfuse keys new DIR`"):
         read(str(folder), "worker")
 
 
-def test_a_missing_key_says_how_to_get_it_and_no_folder_means_none(tmp_path: Path) -> None:
+def test_missing_key_file_error_names_the_keys_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="worker.key cannot be read .*unfuse keys new DIR"):
         read(str(tmp_path), "worker")
     assert read("", "worker") is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-async def test_with_keys_both_sides_understand_each_other_also_beyond_loopback(folder: Path, host: str) -> None:
+async def test_worker_with_keys_connects_on_loopback_and_all_interfaces(folder: Path, host: str) -> None:
     async with listening(keys(folder, "scheduler"), host) as (address, seen):
         dealer = Dealer(address, keys(folder, "worker"))
         assert await dealer.call(Heartbeat(), 60) == HeartbeatReply((), ())
@@ -137,7 +137,7 @@ async def test_with_keys_both_sides_understand_each_other_also_beyond_loopback(f
         await dealer.close()
 
 
-async def test_whoever_lacks_the_right_key_is_not_heard_and_is_told(folder: Path, tmp_path: Path) -> None:
+async def test_peer_without_the_right_key_gets_connection_error(folder: Path, tmp_path: Path) -> None:
     make(tmp_path / "other")
     stolen = keys(tmp_path / "other", "worker")
     own = keys(folder, "worker")
@@ -154,7 +154,7 @@ async def test_whoever_lacks_the_right_key_is_not_heard_and_is_told(folder: Path
         await honest.close()
 
 
-async def test_one_with_keys_says_nothing_to_a_scheduler_without(folder: Path) -> None:
+async def test_worker_with_keys_sends_nothing_to_a_scheduler_without_keys(folder: Path) -> None:
     async with listening(INSECURE) as (address, seen):
         dealer = Dealer(address, keys(folder, "worker"))
         with pytest.raises(ConnectionError):
@@ -163,7 +163,7 @@ async def test_one_with_keys_says_nothing_to_a_scheduler_without(folder: Path) -
         assert not seen
 
 
-async def test_what_is_sent_cannot_be_read_on_the_way(folder: Path) -> None:
+async def test_messages_are_encrypted_in_transit_with_keys(folder: Path) -> None:
     """A relay between the two sees every byte; the message is not among them."""
     heard, relays = bytearray(), list[asyncio.Task[None] | None]()
 

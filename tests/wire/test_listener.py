@@ -101,7 +101,7 @@ SPOKEN = {
 
 
 @pytest.mark.parametrize("data", UNSPOKEN.values(), ids=UNSPOKEN.keys())
-async def test_who_does_not_come_through_the_handshake_as_ours_do_is_dropped(data: bytes) -> None:
+async def test_peer_that_breaks_the_zmtp_handshake_is_disconnected(data: bytes) -> None:
     async with routed() as (router, answers, _):
         peer = await Peer.at(router.address)
         peer.say(data)
@@ -110,7 +110,7 @@ async def test_who_does_not_come_through_the_handshake_as_ours_do_is_dropped(dat
 
 
 @pytest.mark.parametrize("data", SPOKEN.values(), ids=SPOKEN.keys())
-async def test_who_says_what_no_worker_does_is_dropped_before_it_is_decoded(data: bytes) -> None:
+async def test_peer_that_exceeds_protocol_bounds_is_dropped_before_decoding(data: bytes) -> None:
     async with routed() as (router, answers, _):
         peer = await Peer.at(router.address, introduced=True)
         peer.say(data)
@@ -118,7 +118,7 @@ async def test_who_says_what_no_worker_does_is_dropped_before_it_is_decoded(data
         assert len(answers.seen) == 1
 
 
-async def test_a_declared_length_takes_room_before_its_bytes_come(tmp_path: Path) -> None:
+async def test_declared_frame_length_counts_before_its_bytes_arrive(tmp_path: Path) -> None:
     async with echoing(tmp_path, Bounds(owed=1 << 30, owed_by_all=10_000_000, bytes_s=1e9)) as address:
         small = await Peer.at(address, introduced=True)
         greedy = [await Peer.at(address, introduced=True) for _ in range(5)]
@@ -130,14 +130,14 @@ async def test_a_declared_length_takes_room_before_its_bytes_come(tmp_path: Path
             peer.close()
 
 
-async def test_a_worker_may_ask_for_ever_while_one_question_waits() -> None:
+async def test_worker_can_send_any_number_of_calls_while_one_is_pending() -> None:
     async with routed() as (_, answers, honest):
         for _ in range(2000):
             assert isinstance(await honest.call(Heartbeat(), 60), HeartbeatReply)
         assert len(answers.seen) == 2001
 
 
-async def test_a_ping_is_answered_and_counts_as_answered(tmp_path: Path) -> None:
+async def test_ping_is_answered_and_does_not_count_as_unanswered(tmp_path: Path) -> None:
     async with echoing(tmp_path, Bounds(unanswered=4)) as address:
         peer = await Peer.at(address, introduced=True)
         for _ in range(20):
@@ -147,7 +147,7 @@ async def test_a_ping_is_answered_and_counts_as_answered(tmp_path: Path) -> None
         peer.close()
 
 
-async def test_too_much_in_a_second_is_too_much_though_it_is_answered(tmp_path: Path) -> None:
+async def test_peer_above_the_rate_limit_is_dropped_even_if_it_reads(tmp_path: Path) -> None:
     async with echoing(tmp_path, Bounds(frames_s=1e-3, burst_s=20e3)) as address:
         peer, other = await Peer.at(address, introduced=True), await Peer.at(address, introduced=True)
         await speaks(peer, 10)
@@ -157,7 +157,7 @@ async def test_too_much_in_a_second_is_too_much_though_it_is_answered(tmp_path: 
         other.close()
 
 
-async def test_who_never_ends_the_handshake_is_dropped_and_who_ended_it_stays(tmp_path: Path) -> None:
+async def test_unfinished_handshake_times_out(tmp_path: Path) -> None:
     async with echoing(tmp_path, Bounds(handshake_s=1.0)) as address:
         quick = await Peer.at(address, introduced=True)
         silent, slow = await Peer.at(address), await Peer.at(address)
@@ -175,7 +175,7 @@ async def test_who_never_ends_the_handshake_is_dropped_and_who_ended_it_stays(tm
         quick.close()
 
 
-async def test_of_too_many_in_the_handshake_the_oldest_go(tmp_path: Path) -> None:
+async def test_oldest_unfinished_handshakes_are_dropped_over_the_limit(tmp_path: Path) -> None:
     async with echoing(tmp_path, Bounds(waiting=10, accepts_at_once=10_000)) as address:
         honest = await Peer.at(address, introduced=True)
         silent = [await Peer.at(address) for _ in range(300)]
@@ -188,7 +188,7 @@ async def test_of_too_many_in_the_handshake_the_oldest_go(tmp_path: Path) -> Non
             peer.close()
 
 
-async def test_of_too_many_in_all_the_newest_go(tmp_path: Path) -> None:
+async def test_new_connections_over_the_limit_are_dropped(tmp_path: Path) -> None:
     async with echoing(tmp_path, Bounds(connections=3)) as address:
         inside = [await Peer.at(address, introduced=True) for _ in range(3)]
         assert await (await Peer.at(address)).gone()
@@ -206,7 +206,7 @@ async def test_of_too_many_in_all_the_newest_go(tmp_path: Path) -> None:
             peer.close()
 
 
-async def test_connections_beyond_the_pace_wait_and_come_in_later(tmp_path: Path) -> None:
+async def test_connections_above_the_accept_rate_are_delayed_not_dropped(tmp_path: Path) -> None:
     async with echoing(tmp_path, Bounds(accepts_s=100, accepts_at_once=5)) as address:
         peers = await asyncio.gather(*(Peer.at(address, introduced=True) for _ in range(50)))
         for peer in peers:
@@ -214,7 +214,7 @@ async def test_connections_beyond_the_pace_wait_and_come_in_later(tmp_path: Path
             peer.close()
 
 
-async def test_a_thousand_connections_that_never_speak_keep_no_worker_out() -> None:
+async def test_thousand_silent_connections_do_not_block_workers() -> None:
     async with routed() as (router, _, honest):
         silent = [await Peer.at(router.address) for _ in range(1000)]
         late = Dealer(router.address, INSECURE)
@@ -225,7 +225,7 @@ async def test_a_thousand_connections_that_never_speak_keep_no_worker_out() -> N
             peer.close()
 
 
-async def test_one_that_does_not_read_is_dropped_and_its_answers_take_no_memory(tmp_path: Path) -> None:
+async def test_peer_that_does_not_read_its_replies_is_dropped(tmp_path: Path) -> None:
     """What is said comes back; both buffers on the way are full long before the bound on what is unanswered."""
     async with echoing(tmp_path, Bounds(bytes_s=1e9)) as address:
         deaf, other = await Peer.at(address, introduced=True), await Peer.at(address, introduced=True)
@@ -237,7 +237,7 @@ async def test_one_that_does_not_read_is_dropped_and_its_answers_take_no_memory(
         other.close()
 
 
-async def test_with_the_worker_s_key_one_may_do_no_more(tmp_path: Path) -> None:
+async def test_bounds_also_apply_to_peers_with_the_worker_key(tmp_path: Path) -> None:
     make(tmp_path / "keys")
     key = read(str(tmp_path / "keys"), "worker")
     assert key
@@ -258,7 +258,7 @@ async def test_with_the_worker_s_key_one_may_do_no_more(tmp_path: Path) -> None:
         assert len(answers.seen) == 1
 
 
-async def test_a_reason_is_logged_once_a_second_at_most(tmp_path: Path) -> None:
+async def test_drop_reason_is_logged_at_most_once_a_second(tmp_path: Path) -> None:
     async with echoing(tmp_path, Bounds(accepts_at_once=10_000)) as address:
         began = asyncio.get_running_loop().time()
         with capture_logs() as logged:
@@ -272,7 +272,7 @@ async def test_a_reason_is_logged_once_a_second_at_most(tmp_path: Path) -> None:
         assert {entry["reason"] for entry in logged} == {"it does not speak ZMTP"}
 
 
-async def test_a_unix_socket_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unix_socket_accepts_only_its_own_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = unix_address()
     path = Path(address.removeprefix(UNIX))
     async with echoing(tmp_path, Bounds(), address) as at:
@@ -291,7 +291,7 @@ async def test_a_unix_socket_is_for_its_user_alone(tmp_path: Path, monkeypatch: 
     assert not path.exists()
 
 
-async def test_a_worker_s_last_word_arrives_though_it_hangs_up_at_once() -> None:
+async def test_last_message_arrives_if_the_worker_disconnects_at_once() -> None:
     async with routed() as (router, answers, _):
         for _ in range(20):
             peer = await Peer.at(router.address, introduced=True)
@@ -301,7 +301,7 @@ async def test_a_worker_s_last_word_arrives_though_it_hangs_up_at_once() -> None
             await asyncio.sleep(0)
 
 
-async def test_behind_the_door_only_this_user_gets_in_and_nothing_is_left(tmp_path: Path) -> None:
+async def test_inner_router_socket_is_removed_on_close(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     answers = Answers()
@@ -314,7 +314,7 @@ async def test_behind_the_door_only_this_user_gets_in_and_nothing_is_left(tmp_pa
     assert list(folder.iterdir()) == []
 
 
-async def test_a_message_in_many_pieces_is_one(tmp_path: Path) -> None:
+async def test_message_sent_byte_by_byte_is_reassembled(tmp_path: Path) -> None:
     async with routed() as (router, _, __):
         peer = await Peer.at(router.address, introduced=True)
         body = encode(Heartbeat(stored_requests=tuple(secrets.token_hex(16) for _ in range(50))))

@@ -43,7 +43,7 @@ async def until_len(heard: list[Any], length: int) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 @settings(max_examples=20, deadline=None)
 @given(bursts=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3)), max_size=10))
-def test_everything_is_heard_in_order_whatever_is_sent_meanwhile(loop: str, bursts: list[tuple[int, int]]) -> None:
+def test_messages_are_received_in_order_while_others_are_sent(loop: str, bursts: list[tuple[int, int]]) -> None:
     async def scenario() -> None:
         heard: list[bytes] = []
         async with pair(lambda frames: heard.extend(frames)) as (plain, mailbox):
@@ -64,7 +64,7 @@ def test_everything_is_heard_in_order_whatever_is_sent_meanwhile(loop: str, burs
         runner.run(scenario())
 
 
-async def test_what_answers_while_it_hears_misses_nothing() -> None:
+async def test_sending_from_the_receive_callback_loses_no_message() -> None:
     async with pair(lambda frames: mailbox.send(frames)) as (plain, mailbox):
         for n in range(MANY):
             plain.send(str(n).encode())
@@ -77,7 +77,7 @@ async def test_what_answers_while_it_hears_misses_nothing() -> None:
         assert back == [str(n).encode() for n in range(MANY)]
 
 
-async def test_between_two_messages_others_have_their_turn() -> None:
+async def test_event_loop_runs_other_callbacks_between_two_messages() -> None:
     heard: list[list[bytes]] = []
     async with pair(heard.append) as (plain, _):
         for _ in range(MANY):
@@ -91,7 +91,7 @@ async def test_between_two_messages_others_have_their_turn() -> None:
         assert turns >= MANY
 
 
-async def test_an_error_is_logged_and_the_next_message_is_heard() -> None:
+async def test_callback_error_is_logged_and_the_next_message_is_received() -> None:
     heard = list[list[bytes]]()
 
     def hear(frames: list[bytes]) -> None:
@@ -107,7 +107,7 @@ async def test_an_error_is_logged_and_the_next_message_is_heard() -> None:
     assert [line["doing"] for line in logs] == ["hearing"]
 
 
-async def test_a_closed_one_hears_nothing_more_and_says_that_it_cannot_send() -> None:
+async def test_closed_mailbox_receives_nothing_and_raises_on_send() -> None:
     heard: list[list[bytes]] = []
     async with pair(heard.append) as (plain, mailbox):
         plain.send(b"late")

@@ -21,7 +21,7 @@ def place() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_it_is_made_for_its_owner_alone_and_found_again(place: Path) -> None:
+def test_run_folder_is_created_with_mode_700_and_reused(place: Path) -> None:
     folder = open_run_folder(place / "inner" / "unfuse")
 
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -29,7 +29,7 @@ def test_it_is_made_for_its_owner_alone_and_found_again(place: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o701, 0o710, 0o770, 0o777, 0o1777])
-def test_one_that_others_may_enter_is_refused_with_the_fix(place: Path, mode: int) -> None:
+def test_run_folder_open_to_others_is_rejected_with_the_chmod_fix(place: Path, mode: int) -> None:
     (place / "open").mkdir()
     (place / "open").chmod(mode)
 
@@ -38,7 +38,7 @@ def test_one_that_others_may_enter_is_refused_with_the_fix(place: Path, mode: in
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
-def test_another_users_is_refused_naming_both(place: Path) -> None:
+def test_run_folder_of_another_user_is_rejected_with_both_uids(place: Path) -> None:
     (place / "theirs").mkdir(mode=0o700)
     os.chown(place / "theirs", 4321, 4321)
 
@@ -46,7 +46,7 @@ def test_another_users_is_refused_naming_both(place: Path) -> None:
         open_run_folder(place / "theirs")
 
 
-def test_a_link_or_a_file_is_no_folder(place: Path) -> None:
+def test_symlink_or_file_as_run_folder_is_rejected(place: Path) -> None:
     (place / "real").mkdir(mode=0o700)
     (place / "link").symlink_to(place / "real")
     (place / "file").write_text("")
@@ -56,12 +56,12 @@ def test_a_link_or_a_file_is_no_folder(place: Path) -> None:
             open_run_folder(path)
 
 
-def test_a_path_too_long_for_sockets_is_refused(place: Path) -> None:
+def test_run_folder_path_too_long_for_unix_sockets_is_rejected(place: Path) -> None:
     with pytest.raises(ConfigError, match="too long"):
         open_run_folder(place / ("x" * MAX_PATH))
 
 
-def test_a_machine_has_one_id_whoever_asks_first(place: Path) -> None:
+def test_machine_id_is_the_same_for_concurrent_callers(place: Path) -> None:
     folder = open_run_folder(place / "unfuse")
     with ThreadPoolExecutor(16) as pool:
         ids = set(pool.map(machine_id, [folder] * 64))
@@ -71,7 +71,7 @@ def test_a_machine_has_one_id_whoever_asks_first(place: Path) -> None:
     assert machine_id(open_run_folder(place / "other")) not in ids
 
 
-def test_the_setting_goes_before_the_users_runtime_folder_and_that_before_a_folder_of_this_uid() -> None:
+def test_run_dir_setting_precedes_xdg_runtime_dir_and_temp_folder() -> None:
     home = {"HOME": "/nowhere"}
 
     assert load(environment=home | {"UNFUSE_RUN_DIR": "/r", "XDG_RUNTIME_DIR": "/x"}).settings.run_dir == "/r"

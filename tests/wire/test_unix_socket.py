@@ -45,7 +45,7 @@ async def undelivered(_: bytes, __: ToWorker) -> None:
     """Nothing was granted."""
 
 
-def test_servers_that_run_are_found_by_their_ports_and_nothing_else_is(folder: Path) -> None:
+def test_running_servers_are_listed_by_port(folder: Path) -> None:
     dead(server_socket(folder, 8002))
     own = private_socket(folder)
     with listening(server_socket(folder, 8010)), listening(server_socket(folder, 8000)), listening(own):
@@ -53,7 +53,7 @@ def test_servers_that_run_are_found_by_their_ports_and_nothing_else_is(folder: P
     assert servers(folder) == {}
 
 
-def test_what_the_dead_left_is_replaced_and_swept(folder: Path) -> None:
+def test_stale_sockets_are_replaced_and_removed(folder: Path) -> None:
     path = dead(server_socket(folder, 8000))
     others = [dead(server_socket(folder, 8001)), dead(private_socket(folder))]
     note = folder / "serve-8002.sock"
@@ -71,7 +71,7 @@ def test_what_the_dead_left_is_replaced_and_swept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["idle", "with a full line"])
-def test_one_that_is_listened_at_is_not_taken(folder: Path, full: bool) -> None:
+def test_socket_with_a_live_listener_is_not_replaced(folder: Path, full: bool) -> None:
     path = server_socket(folder, 8000)
     with ExitStack() as stack:
         listener = stack.enter_context(listening(path))
@@ -85,7 +85,7 @@ def test_one_that_is_listened_at_is_not_taken(folder: Path, full: bool) -> None:
         assert path.stat().st_ino == before
 
 
-def test_of_many_that_find_a_dead_one_at_once_a_single_one_listens(folder: Path) -> None:
+def test_only_one_of_many_processes_replaces_a_stale_socket(folder: Path) -> None:
     path = dead(server_socket(folder, 8000))
 
     def attempt(_: int) -> socket.socket | None:
@@ -101,7 +101,7 @@ def test_of_many_that_find_a_dead_one_at_once_a_single_one_listens(folder: Path)
         won.accept()[0].close()
 
 
-def test_a_file_or_a_link_in_its_place_is_left_alone(folder: Path) -> None:
+def test_file_or_symlink_at_the_socket_path_is_not_replaced(folder: Path) -> None:
     (folder / "real").write_text("mine")
     (folder / "link.sock").symlink_to("real")
     for name in ("real", "link.sock"):
@@ -110,7 +110,7 @@ def test_a_file_or_a_link_in_its_place_is_left_alone(folder: Path) -> None:
     assert (folder / "real").read_text() == "mine"
 
 
-async def test_a_router_takes_its_socket_with_it_and_its_place_is_free_at_once(folder: Path) -> None:
+async def test_closed_router_removes_its_socket_and_frees_its_path(folder: Path) -> None:
     address = f"unix:{server_socket(folder, 8000)}"
     for _ in range(2):
         router = Router(address, answer, undelivered)
@@ -123,7 +123,7 @@ async def test_a_router_takes_its_socket_with_it_and_its_place_is_free_at_once(f
         assert list(folder.iterdir()) == []
 
 
-async def test_neither_end_uses_a_folder_that_is_not_this_user_s_alone(folder: Path) -> None:
+async def test_router_and_dealer_reject_an_insecure_socket_folder(folder: Path) -> None:
     (folder / "open").mkdir()
     (folder / "open").chmod(0o777)
     (folder / "real").mkdir(mode=0o700)
@@ -143,7 +143,7 @@ async def test_neither_end_uses_a_folder_that_is_not_this_user_s_alone(folder: P
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_who_may_not_enter_is_told_its_uid_and_the_fix(folder: Path) -> None:
+def test_permission_error_names_the_uid_and_unfuse_run_dir(folder: Path) -> None:
     script = (
         "import os, sys; from unfuse.wire.unix_socket import ConfigError, servers; os.setuid(4321)\n"
         "try: servers(sys.argv[1])\nexcept ConfigError as error: print(error)"
@@ -153,7 +153,7 @@ def test_who_may_not_enter_is_told_its_uid_and_the_fix(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-async def test_another_user_is_not_heard_even_where_somebody_opened_the_folder(folder: Path) -> None:
+async def test_other_user_is_rejected_even_if_folder_permissions_allow_it(folder: Path) -> None:
     heard: list[ToScheduler] = []
 
     async def hear(_: bytes, message: ToScheduler) -> ToWorker:

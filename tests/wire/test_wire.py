@@ -74,7 +74,7 @@ async def raw(address: str) -> zmq.asyncio.Socket:
     return socket
 
 
-async def test_each_call_gets_its_own_answer_though_an_earlier_one_still_waits() -> None:
+async def test_each_call_gets_its_own_reply_while_an_earlier_one_is_pending() -> None:
     async with wire() as (router, answers):
         dealer = Dealer(router.address)
         waiting = asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 10))
@@ -89,7 +89,7 @@ async def test_each_call_gets_its_own_answer_though_an_earlier_one_still_waits()
         await dealer.close()
 
 
-async def test_an_answer_that_does_not_come_is_a_timeout_and_the_late_one_harms_nobody() -> None:
+async def test_missing_reply_raises_timeout_error_and_a_late_one_is_ignored() -> None:
     async with wire() as (router, answers):
         dealer = Dealer(router.address)
         with pytest.raises(TimeoutError):
@@ -100,7 +100,7 @@ async def test_an_answer_that_does_not_come_is_a_timeout_and_the_late_one_harms_
 
 
 @pytest.mark.parametrize("body", [b"", b"\x01", b"\x07garbage", b"\x01\x81\xa4type\xa3Foo", b"\x01" + b"\x91" * 5000])
-async def test_garbage_is_refused_with_a_sentence_and_others_are_served_on(body: bytes) -> None:
+async def test_garbage_is_rejected_and_other_peers_are_still_served(body: bytes) -> None:
     async with wire() as (router, answers):
         stranger = await raw(router.address)
         await stranger.send_multipart([b"12345678", body])
@@ -136,7 +136,7 @@ async def test_a_message_with_too_few_or_many_frames_is_ignored() -> None:
         stranger.close()
 
 
-async def test_a_failure_in_one_answer_is_refused_and_survived() -> None:
+async def test_handler_exception_is_answered_with_rejected() -> None:
     async with wire() as (router, _):
         dealer = Dealer(router.address)
         reply = await dealer.call(Unregister(), 10)
@@ -146,7 +146,7 @@ async def test_a_failure_in_one_answer_is_refused_and_survived() -> None:
         await dealer.close()
 
 
-async def test_a_flood_of_one_worker_is_refused_beyond_a_bound() -> None:
+async def test_calls_of_one_worker_over_max_pending_are_rejected() -> None:
     async with wire() as (router, answers):
         dealer = Dealer(router.address)
         asks = [asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 10)) for _ in range(MAX_PENDING + 5)]
@@ -158,7 +158,7 @@ async def test_a_flood_of_one_worker_is_refused_beyond_a_bound() -> None:
         await dealer.close()
 
 
-async def test_a_reply_whose_receiver_is_gone_is_told_to_the_answering_side() -> None:
+async def test_undeliverable_reply_is_reported_to_the_handler() -> None:
     async with wire() as (router, answers):
         dealer = Dealer(router.address)
         ask = asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 10))
@@ -174,7 +174,7 @@ async def test_a_reply_whose_receiver_is_gone_is_told_to_the_answering_side() ->
 
 
 @pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:0"], ids=["unix", "tcp"])
-async def test_whoever_waits_is_told_at_once_when_the_other_end_goes_and_when_nobody_is_there(address: str) -> None:
+async def test_closed_or_absent_router_raises_connection_error_at_once(address: str) -> None:
     async with wire(address) as (router, answers):
         dealer = Dealer(router.address, INSECURE)
         waiting = [asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 600)) for _ in range(3)]
@@ -192,14 +192,14 @@ async def test_whoever_waits_is_told_at_once_when_the_other_end_goes_and_when_no
     await nobody.close()
 
 
-async def test_a_port_in_use_is_one_clear_sentence() -> None:
+async def test_port_in_use_raises_config_error() -> None:
     async with wire("tcp://127.0.0.1:0") as (router, answers):
         with pytest.raises(ConfigError, match="cannot listen on .*choose another --listen"):
             Router(router.address, answers.answer, answers.undeliverable, INSECURE)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "0.0.0.0", "192.0.2.1", "[::]", "example.org"])
-def test_tcp_takes_keys_on_loopback_too_unless_everybody_is_trusted(host: str) -> None:
+def test_tcp_requires_keys_even_on_loopback_unless_insecure(host: str) -> None:
     keys, address = Keys("s" * 40, "p" * 40), f"tcp://{host}:8001"
     with pytest.raises(ConfigError, match="can be reached by others: make keys by `unfuse keys new DIR`"):
         keys_for(address)
@@ -207,7 +207,7 @@ def test_tcp_takes_keys_on_loopback_too_unless_everybody_is_trusted(host: str) -
     assert keys_for(address, INSECURE) is None
 
 
-def test_a_unix_socket_takes_no_keys() -> None:
+def test_unix_socket_uses_no_keys() -> None:
     assert keys_for("unix:/run/x", None) is keys_for("unix:/run/x", Keys("s" * 40, "p" * 40)) is None
 
 
@@ -223,11 +223,11 @@ def test_a_unix_socket_takes_no_keys() -> None:
         ("unix:/" + "x" * 100, "at most 100 bytes"),
     ],
 )
-def test_an_address_that_is_none_says_how_one_is_written(address: str, hint: str) -> None:
+def test_invalid_control_address_error_shows_a_valid_one(address: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"is not a control address: write .*{hint}"):
         keys_for(address, INSECURE)
 
 
-def test_loopback_is_known_by_address_not_by_looks() -> None:
+def test_loopback_hosts_are_recognized_by_address() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "localhost", "::1", "[::1]"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "localhost.example.org", "::"))

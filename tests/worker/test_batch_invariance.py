@@ -23,13 +23,13 @@ def trusted(file: Path | None, scope: str = "", size: int = 2) -> InvarianceResu
     return found
 
 
-def test_a_size_is_trusted_after_some_comparisons_and_no_other_is(tmp_path: Path) -> None:
+def test_batch_size_is_trusted_after_enough_equal_comparisons(tmp_path: Path) -> None:
     found = trusted(tmp_path / "e.json")
     assert not found.must_compare(KEY, 2)
     assert found.must_compare(KEY, 3) and found.must_compare(("other", (64, 64), ()), 2)
 
 
-def test_clients_that_ask_for_ever_other_sizes_do_not_fill_the_memory() -> None:
+def test_number_of_stored_invariance_results_is_bounded() -> None:
     found = InvarianceResults(None)
     for width in range(MAX_ENTRIES + 10):
         found.record(("pool", (width, 64), ()), 2, "")
@@ -37,7 +37,7 @@ def test_clients_that_ask_for_ever_other_sizes_do_not_fill_the_memory() -> None:
     assert found.find(("pool", (MAX_ENTRIES + 9, 64), ()), 2).equal == 1
 
 
-def test_one_difference_ends_it_even_after_trust(tmp_path: Path) -> None:
+def test_one_difference_revokes_a_trusted_batch_size(tmp_path: Path) -> None:
     found = trusted(tmp_path / "e.json")
     found.record(KEY, 2, "torch.silu")
     assert (found.largest(KEY, 2), found.find(KEY, 2).variant_function) == (1, "torch.silu")
@@ -47,21 +47,21 @@ def test_one_difference_ends_it_even_after_trust(tmp_path: Path) -> None:
     )
 
 
-def test_now_and_then_a_trusted_size_is_compared_again() -> None:
+def test_trusted_batch_size_is_rechecked_at_random() -> None:
     found = trusted(None)
     draws = iter([1.5 / RECHECK_ONE_IN, 0.5 / RECHECK_ONE_IN])
     found._chance = lambda: next(draws)
     assert [found.must_compare(KEY, 2), found.must_compare(KEY, 2)] == [False, True]
 
 
-def test_verdicts_are_kept_for_the_same_device_and_settings_only(tmp_path: Path) -> None:
+def test_invariance_results_apply_only_to_their_device_and_settings(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "e.json"
     trusted(file, "this device")
     assert InvarianceResults(file, "this device").find(KEY, 2).is_trusted
     assert not InvarianceResults(file, "another").find(KEY, 2).is_trusted
 
 
-def test_processes_that_learn_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_processes_lose_no_invariance_results(tmp_path: Path) -> None:
     file = tmp_path / "e.json"
     own = [InvarianceResults(file, str(n)) for n in range(8)]
     threads = [Thread(target=lambda one=one: one.record(KEY, 2, "torch.sin")) for one in own]
@@ -73,7 +73,7 @@ def test_processes_that_learn_at_the_same_time_lose_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff\x00", b"[]", b'{"a": 1}', b'{"a": {"equal": "many"}}'])
-def test_a_file_of_garbage_costs_comparisons_and_is_replaced(tmp_path: Path, garbage: bytes) -> None:
+def test_corrupt_invariance_file_is_replaced(tmp_path: Path, garbage: bytes) -> None:
     file = tmp_path / "e.json"
     file.write_bytes(garbage)
     trusted(file)
@@ -81,7 +81,7 @@ def test_a_file_of_garbage_costs_comparisons_and_is_replaced(tmp_path: Path, gar
     assert not InvarianceResults(file, "", lambda: 1.0).must_compare(KEY, 2)
 
 
-def test_a_folder_that_cannot_be_written_costs_comparisons_only(tmp_path: Path) -> None:
+def test_unwritable_folder_does_not_break_invariance_checks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert not trusted(tmp_path / "file" / "e.json").must_compare(KEY, 2)
 
@@ -108,5 +108,5 @@ def test_a_folder_that_cannot_be_written_costs_comparisons_only(tmp_path: Path) 
         (PermanentError("not finite"), None, False),
     ],
 )
-def test_equal_means_bit_for_bit(one: object, other: object, same: bool) -> None:
+def test_outputs_are_compared_bit_for_bit(one: object, other: object, same: bool) -> None:
     assert _equal(one, other) is same

@@ -77,24 +77,24 @@ def test_a_batch_doubles_while_each_task_gets_cheaper() -> None:
     assert Device(8, {1: 1.0, 2: 1.1, 4: 1.3, 8: 2.0}).run(4) == [1, 2, 4, 8]
 
 
-def test_a_batch_that_saves_nothing_is_given_up_for_the_smaller_one() -> None:
+def test_batch_size_shrinks_if_a_larger_batch_saves_nothing() -> None:
     device = Device(8, {1: 1.0, 2: 1.2, 4: 2.4, 8: 4.8})
     assert device.run(3) == [1, 2, 4]
     assert device.run(100).count(2) >= 75
 
 
-def test_where_nothing_is_gained_tasks_go_one_by_one() -> None:
+def test_batch_size_stays_one_if_batching_saves_nothing() -> None:
     device = Device(8, {1: 1.0, 2: 2.0})
     assert device.run(4) == [1, 2, 1, 1]
     assert device.run(100).count(1) >= 85
 
 
-def test_what_is_not_used_is_tried_again_some_time() -> None:
+def test_unused_batch_sizes_are_retried_occasionally() -> None:
     assert 3 <= Device(2, {1: 1.0, 2: 2.2}).run(100).count(2) <= 15
     assert 3 <= Device(2, {1: 1.0, 2: 1.4}).run(100).count(1) <= 15
 
 
-def test_a_size_that_took_much_less_than_ever_is_tried_once_more_at_once() -> None:
+def test_batch_size_that_became_much_faster_is_retried_at_once() -> None:
     """Else it would be a minute until the next retry, and by its median longer still until it is used."""
     device = Device(2, {1: 1.0, 2: 4.0})
     device.run(200)
@@ -104,7 +104,7 @@ def test_a_size_that_took_much_less_than_ever_is_tried_once_more_at_once() -> No
     assert device.run(10).count(2) >= 7
 
 
-def test_one_disturbed_forward_changes_nothing() -> None:
+def test_one_slow_forward_does_not_change_the_batch_size() -> None:
     device = Device(8, USUAL)
     device.run(20)
     for _ in range(SAMPLES):
@@ -113,7 +113,7 @@ def test_one_disturbed_forward_changes_nothing() -> None:
         assert seen.count(8) >= len(seen) - 2, "but for one of another size, to see whether that is better by now"
 
 
-def test_after_a_minute_of_foreign_load_the_size_is_back_within_ten_seconds() -> None:
+def test_batch_size_recovers_within_ten_seconds_of_foreign_load() -> None:
     device = Device(8, USUAL)
     device.run(10)
     device.cost = DISTURBED
@@ -189,7 +189,7 @@ def in_use(forwards: list[Forward]) -> int:
 @example(({1: 0.92, 2: 0.92, 4: 0.92, 8: 1.5}, (8,)), [Load(1.0, 2.0, 0.0), Load(1.0, 2.0, 0.0)])
 @example(({1: 0.75, 2: 0.75, 4: 0.75, 8: 0.75}, (8, 1)), [Load(1.0, 2.0, 0.0)])
 @example(({1: 0.86, 2: 0.86, 4: 0.86, 8: 1.5}, (8,)), [Load(1.0, 2.0, 0.0), Load(1.0, 3.0, 0.0)])
-def test_ten_seconds_after_any_load_the_best_size_is_in_use(
+def test_best_batch_size_is_in_use_ten_seconds_after_any_load(
     case: tuple[dict[int, float], tuple[int, ...]], loads: list[Load]
 ) -> None:
     """Where not always as many wait as can share a forward, forwards are shorter: else there are too few to tell."""
@@ -204,7 +204,7 @@ def test_ten_seconds_after_any_load_the_best_size_is_in_use(
 
 @settings(deadline=None)
 @given(curves(0.2), loads(6.0), BUSY, st.integers(0, 1 << 32))
-def test_ten_seconds_after_any_load_noise_costs_little(
+def test_timing_noise_costs_little_ten_seconds_after_any_load(
     cost: dict[int, float], loads: list[Load], busy: tuple[int, ...], seed: int
 ) -> None:
     """Each forward is off by up to 30 %: now and then the wrong size looks better. Retries are counted, too."""
@@ -216,9 +216,7 @@ def test_ten_seconds_after_any_load_noise_costs_little(
 
 @settings(deadline=None)
 @given(curves(2.0), BUSY)
-def test_without_load_retries_cost_a_fortieth_for_each_size_that_is_not_in_use(
-    cost: dict[int, float], busy: tuple[int, ...]
-) -> None:
+def test_retries_of_unused_batch_sizes_cost_little_without_load(cost: dict[int, float], busy: tuple[int, ...]) -> None:
     """As soon as five forwards of each are known. Two lie beside the best one, and others beside the best of those for
     which enough wait.
     """
@@ -230,18 +228,18 @@ def test_without_load_retries_cost_a_fortieth_for_each_size_that_is_not_in_use(
     assert device.over(known, device.now) <= (1.06 if busy == (8,) else 1.085)
 
 
-def test_no_more_are_taken_than_wait_and_none_is_left_behind() -> None:
+def test_batch_size_is_at_most_the_number_of_waiting_tasks() -> None:
     device = Device(8, USUAL)
     assert device.run(4, waiting=3) == [1, 2, 3, 3]
     assert device.run(2, waiting=1) == [1, 1]
 
 
-def test_the_setting_bounds_the_size_also_when_it_is_no_power_of_two() -> None:
+def test_max_batch_size_need_not_be_a_power_of_two() -> None:
     assert Device(6, {1: 1.0, 2: 1.1, 4: 1.3, 6: 1.4}).run(4) == [1, 2, 4, 6]
     assert Device(1, {1: 1.0}).run(3) == [1, 1, 1]
 
 
-def test_what_does_not_fit_is_halved_for_good() -> None:
+def test_batch_size_that_does_not_fit_is_halved_permanently() -> None:
     device = Device(8, {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0})
     device.run(4)
     device.sizes.too_large("key", 8)
@@ -251,7 +249,7 @@ def test_what_does_not_fit_is_halved_for_good() -> None:
     assert device.sizes.size("key", 64) == 1
 
 
-def test_keys_do_not_disturb_each_other_and_old_ones_are_dropped() -> None:
+def test_batch_keys_are_independent_and_old_ones_are_evicted() -> None:
     sizes = BatchSizes(4)
     sizes.measured("a", 1, 1.0)
     assert (sizes.size("a", 9), sizes.size("b", 9)) == (2, 1)

@@ -51,20 +51,22 @@ from unfuse.worker.worker import Worker
         ("none", (0, 0.0, False)),
     ],
 )
-def test_a_policy_is_spoken(text: str, expected: tuple[int, float, bool]) -> None:
+def test_checkpoint_policy_is_parsed(text: str, expected: tuple[int, float, bool]) -> None:
     policy = CheckpointPolicy.parse(text)
     assert (policy.steps, policy.seconds, policy.auto) == expected
     assert policy.never == (text == "none")
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-1", "ten", "10 s", "1e3", "nones", "5m"])
-def test_what_is_no_policy_is_refused(text: str) -> None:
+def test_invalid_checkpoint_policy_raises_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="use auto, none"):
         CheckpointPolicy.parse(text)
 
 
 @given(st.integers(0, 100), st.floats(0, 1e6), st.floats(0, 1e6), st.floats(1e-6, 100))
-def test_auto_saves_no_more_often_than_pays(steps: int, unsaved_s: float, left_s: float, cost_s: float) -> None:
+def test_auto_policy_saves_only_if_the_expected_loss_exceeds_the_cost(
+    steps: int, unsaved_s: float, left_s: float, cost_s: float
+) -> None:
     """Whenever it is due, what a failure would cost on average, over the interval or what is left, is at least half of
     what saving costs; and it is due whenever both are far longer than that."""
     policy = CheckpointPolicy(auto=True)
@@ -75,7 +77,7 @@ def test_auto_saves_no_more_often_than_pays(steps: int, unsaved_s: float, left_s
     assert due or unsaved_s < interval or left_s < interval / 2
 
 
-def test_a_costly_save_is_made_less_often() -> None:
+def test_auto_policy_saves_less_often_if_saving_is_slow() -> None:
     policy = CheckpointPolicy(auto=True)
     for _ in range(20):
         policy.record_cost(0.001)
@@ -87,7 +89,7 @@ def test_a_costly_save_is_made_less_often() -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"step": 3, "scheduler": {"list": [None, {"tensor": "x", "cpu": True}, 1.5]}}])
-def test_a_checkpoint_goes_through_a_store_unchanged(values: dict[str, Any]) -> None:
+def test_checkpoint_round_trips_through_the_tensor_store(values: dict[str, Any]) -> None:
     checkpoint = Checkpoint({"latents": torch.arange(6.0).reshape(2, 3), "none": None}, values)
     with TensorStore.create("memory") as store:
         ref = store.put(pack(checkpoint), request="req_0", stage="denoise", attempt=1)
@@ -100,7 +102,7 @@ def test_a_checkpoint_goes_through_a_store_unchanged(values: dict[str, Any]) -> 
     assert found.values == values
 
 
-def test_any_other_object_is_no_checkpoint() -> None:
+def test_unpack_of_another_object_raises_permanent_error() -> None:
     with pytest.raises(PermanentError, match="not a checkpoint"):
         unpack({"latents": torch.ones(1)})
 
@@ -159,16 +161,14 @@ def counted(bench: Bench, done: object) -> float:
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("3", [3, 6, 9]), ("none", []), ("auto", []), ("3600s", [])])
-def test_states_are_kept_as_the_policy_says_and_never_at_the_end(
-    tmp_path: Path, policy: str, expected: list[int]
-) -> None:
+def test_checkpoints_follow_the_policy_and_skip_the_last_step(tmp_path: Path, policy: str, expected: list[int]) -> None:
     """Steps that take no time are not worth saving, unless somebody wants it."""
     bench, _ = loop(tmp_path, policy)
     done = bench.outcome(bench.run(steps=9 + 1))
     assert (kept(bench), counted(bench, done)) == (expected, 10.0)
 
 
-def test_the_next_attempt_goes_on_where_the_last_one_was_saved(tmp_path: Path) -> None:
+def test_next_attempt_resumes_from_the_checkpoint(tmp_path: Path) -> None:
     bench, count = loop(tmp_path, "4")
     lease = bench.run(steps=10)
     bench.outcome(lease)
@@ -186,7 +186,7 @@ def test_the_next_attempt_goes_on_where_the_last_one_was_saved(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("lost", ["gone", "damaged", "no checkpoint"])
-def test_without_its_checkpoint_a_task_starts_from_the_beginning(tmp_path: Path, lost: str) -> None:
+def test_task_with_a_lost_or_damaged_checkpoint_restarts(tmp_path: Path, lost: str) -> None:
     bench, count = loop(tmp_path, "4")
     lease = bench.run(steps=6)
     bench.outcome(lease)
@@ -203,7 +203,7 @@ def test_without_its_checkpoint_a_task_starts_from_the_beginning(tmp_path: Path,
     assert len(count.batches) == 6
 
 
-def test_what_steps_aside_is_saved_first_and_once(tmp_path: Path) -> None:
+def test_preempted_task_saves_one_checkpoint(tmp_path: Path) -> None:
     bench, _ = loop(tmp_path, "auto")
     patient = bench.run(steps=5)
     bench.turn()
@@ -215,7 +215,7 @@ def test_what_steps_aside_is_saved_first_and_once(tmp_path: Path) -> None:
     assert isinstance(bench.outcome(patient), TaskCompleted)
 
 
-def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> None:
+def test_checkpoint_is_reported_before_the_task_stops_for_a_drain(tmp_path: Path) -> None:
     bench, _ = loop(tmp_path, "auto")
     lease = bench.run(steps=5)
     bench.turn()
@@ -228,7 +228,7 @@ def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("policy", ["none", "auto"])
-def test_what_is_cancelled_is_not_saved(tmp_path: Path, policy: str) -> None:
+def test_cancelled_task_saves_no_checkpoint(tmp_path: Path, policy: str) -> None:
     """Nor is anything saved for a drain where nothing ever is."""
     bench, _ = loop(tmp_path, policy)
     lease = bench.run(steps=5)
@@ -244,7 +244,7 @@ class Unsaved(Saving):
 
 
 @pytest.mark.parametrize("why", ["trouble", "no room", "cannot"])
-def test_what_cannot_be_saved_runs_on(tmp_path: Path, why: str) -> None:
+def test_task_completes_if_its_checkpoint_cannot_be_saved(tmp_path: Path, why: str) -> None:
     stage = Unsaved() if why == "cannot" else Saving()
     stage.trouble = PermanentError("a secret") if why == "trouble" else None
     bench, _ = loop(tmp_path, "1", stage)
@@ -273,7 +273,7 @@ class Full:
         return self._store.put(tensors, **about)
 
 
-def test_what_can_be_saved_is_dropped_at_its_next_step(tmp_path: Path) -> None:
+def test_cancel_if_saved_stops_tasks_that_can_be_saved_before_a_step(tmp_path: Path) -> None:
     """Given two tasks, one of which has made no step, when they are to be dropped if they can be saved, then both are
     stopped without another step, and the one that has something to save is saved."""
     bench, count = loop(tmp_path, "auto")
@@ -288,7 +288,7 @@ def test_what_can_be_saved_is_dropped_at_its_next_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["room", "save", "wish"])
-def test_what_cannot_be_saved_goes_on(tmp_path: Path, lacks: str) -> None:
+def test_cancel_if_saved_is_ignored_if_the_task_cannot_be_saved(tmp_path: Path, lacks: str) -> None:
     """Given a task whose state cannot be stored, whose stage saves nothing, or whose server never saves, when it is to
     be dropped if it can be saved, then it makes all its steps; a plain cancel drops it still."""
     stage = Count() if lacks == "save" else Saving()
@@ -306,7 +306,7 @@ def test_what_cannot_be_saved_goes_on(tmp_path: Path, lacks: str) -> None:
     assert counted(bench, bench.outcome(lease)) == 5.0
 
 
-def test_a_task_that_is_unknown_is_not_waited_for(tmp_path: Path) -> None:
+def test_cancel_if_saved_of_an_ended_task_does_not_block_others(tmp_path: Path) -> None:
     """Given a task that has ended, when it is to be dropped if it can be saved, then others go on."""
     bench, _ = loop(tmp_path, "auto")
     ended = bench.run(steps=1)
@@ -379,7 +379,7 @@ def saved(step: int) -> CheckpointSaved:
     return CheckpointSaved(CLAIM, object_for(CLAIM, f"at {step}"), step)
 
 
-async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None:
+async def test_old_checkpoint_is_deleted_once_the_new_one_is_recorded() -> None:
     made, place, scheduler = saving("from elsewhere")
     for step in (10, 20):
         await made.save(saved(step))
@@ -387,7 +387,7 @@ async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None
 
 
 @pytest.mark.parametrize(("before", "recorded", "gone"), [("from elsewhere", [], ["at 10"]), ("", [10], [])])
-async def test_one_that_cannot_be_copied_replaces_none_that_is(
+async def test_checkpoint_without_durable_copy_does_not_replace_a_durable_one(
     before: str, recorded: list[int], gone: list[str]
 ) -> None:
     """Given a full disk, then an older checkpoint on it is worth more than a newer one that ends with its worker."""
@@ -397,7 +397,7 @@ async def test_one_that_cannot_be_copied_replaces_none_that_is(
     assert (scheduler.saved, place.gone) == (recorded, gone)
 
 
-async def test_what_is_not_recorded_is_given_up_itself() -> None:
+async def test_checkpoint_that_the_scheduler_rejects_is_deleted() -> None:
     made, place, scheduler = saving()
     await made.save(saved(10))
     scheduler.answer = Rejected("not yours any more", lease_lost=True)
@@ -406,14 +406,14 @@ async def test_what_is_not_recorded_is_given_up_itself() -> None:
 
 
 @pytest.mark.parametrize(("done", "gone"), [(True, ["at 10"]), (False, [])])
-async def test_a_checkpoint_lasts_beyond_its_task_unless_that_is_done(done: bool, gone: list[str]) -> None:
+async def test_checkpoint_is_deleted_when_its_task_completes_but_not_if_it_fails(done: bool, gone: list[str]) -> None:
     made, place, _ = saving()
     await made.save(saved(10))
     await made.end_task(CLAIM, done)
     assert place.gone == gone
 
 
-async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_attempt() -> None:
+async def test_checkpoint_recorded_after_a_failure_is_retained() -> None:
     """Given a slow durable place, when the task ends without being done before its checkpoint is there, then what the
     scheduler knows of is not given up; and who waits for it to be settled waits."""
     made, place, scheduler = saving()
@@ -441,7 +441,7 @@ def join(worker: Any, saved_states: CheckpointWriter, link: Scheduler) -> None:
     worker._next_request = lambda ended: None
 
 
-async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded() -> None:
+async def test_failure_is_reported_after_the_pending_checkpoint_is_recorded() -> None:
     """Else whoever tries again would begin at the checkpoint before."""
     made, place, scheduler = saving()
     place.written.clear()
@@ -459,7 +459,7 @@ async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded()
 
 
 @pytest.mark.parametrize("answer", [Accepted(), Rejected("not yours any more", lease_lost=True)])
-async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answer: Accepted | Rejected) -> None:
+async def test_completion_is_reported_after_its_prefix_blocks_are_recorded(answer: Accepted | Rejected) -> None:
     """Given portions of an answer, when its task ends while the scheduler takes its time with them, then that waits for
     them, since none would be taken any more; what is not recorded is not held."""
     made, place, scheduler = saving()

@@ -9,7 +9,7 @@ from unfuse.worker.compute import LoadProgress
 from unfuse.worker.compute_messages import ComponentLoaded, LoadingStage
 
 
-def test_bytes_of_files_are_counted_once_and_end_at_their_sum(tmp_path: Path) -> None:
+def test_load_progress_counts_each_component_once_and_ends_at_total(tmp_path: Path) -> None:
     for name, size in (("tokenizer", 10), ("text_encoder", 100), ("vae", 1000)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(b"x" * size)

@@ -43,7 +43,7 @@ async def end(begun: StartedProcess) -> int | None:
     return code
 
 
-async def test_a_child_has_its_own_session_and_environment_and_nothing_of_its_siblings(server: Forking) -> None:
+async def test_forked_process_has_its_own_session_and_no_sibling_descriptors(server: Forking) -> None:
     first = await start_process({"MARK": "1"}, server[0])
     second = await start_process({"MARK": "2"}, server[0])
     child = psutil.Process(second.child.pid)
@@ -60,7 +60,7 @@ async def test_a_child_has_its_own_session_and_environment_and_nothing_of_its_si
     assert await end(first) == 0
 
 
-async def test_how_a_child_ended_is_known(server: Forking) -> None:
+async def test_exit_status_of_a_forked_process_is_reported(server: Forking) -> None:
     for number in (signal.SIGKILL, signal.SIGSEGV):
         begun = await start_process({}, server[0])
         os.kill(begun.child.pid, number)
@@ -76,7 +76,7 @@ async def test_how_a_child_ended_is_known(server: Forking) -> None:
     broken.channel.close()
 
 
-async def test_children_outlive_the_forking_process_and_their_end_is_noticed(server: Forking) -> None:
+async def test_forked_processes_survive_the_death_of_the_fork_server(server: Forking) -> None:
     begun = await start_process({}, server[0])
     server[1].kill()
     server[1].wait()
@@ -90,7 +90,7 @@ async def test_children_outlive_the_forking_process_and_their_end_is_noticed(ser
     server[1].returncode = 0  # as the fixture will have it
 
 
-async def test_who_asks_in_vain_gets_a_process_of_its_own(
+async def test_process_is_spawned_if_the_fork_server_does_not_answer(
     server: Forking, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
@@ -111,7 +111,7 @@ async def test_who_asks_in_vain_gets_a_process_of_its_own(
     assert await end(begun) == 0
 
 
-async def test_no_request_harms_the_forking_process(server: Forking) -> None:
+async def test_invalid_requests_do_not_harm_the_fork_server(server: Forking) -> None:
     asked, process = server
     null = os.open(os.devnull, os.O_RDONLY)
     assert await end(await start_process({}, asked)) == 0

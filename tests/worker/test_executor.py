@@ -92,7 +92,7 @@ async def outcome(heard: asyncio.Queue[object]) -> object:
     return message
 
 
-async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
+async def test_executor_restarts_a_killed_process_and_runs_the_next_task(
     tmp_path: Path, forks: socket.socket | None
 ) -> None:
     async with executing(tmp_path, forks) as (executor, store, heard):
@@ -125,7 +125,7 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
         assert again.output.checksums == done.output.checksums
 
 
-async def test_a_task_whose_input_went_with_a_process_is_handed_back(tmp_path: Path) -> None:
+async def test_task_whose_input_was_lost_with_a_process_is_handed_back(tmp_path: Path) -> None:
     heard: asyncio.Queue[object] = asyncio.Queue()
     with TensorStore.create("memory", owner="w") as store:
         executor = Executor([load(store, tmp_path)], heard.put)
@@ -178,7 +178,7 @@ async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path, fork_serv
 
 
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.nightly), 2])
-async def test_what_is_forked_makes_the_bytes_of_what_is_not(
+async def test_forked_and_spawned_processes_compute_identical_bytes(
     tmp_path: Path, fork_server: socket.socket, threads: int
 ) -> None:
     """The forking process has libraries with one thread."""
@@ -196,7 +196,7 @@ async def test_what_is_forked_makes_the_bytes_of_what_is_not(
 
 
 @pytest.mark.row("K1")
-async def test_weights_of_pools_that_the_worker_has_not_registered_are_not_loaded(tmp_path: Path) -> None:
+async def test_weights_of_unregistered_pools_are_not_loaded(tmp_path: Path) -> None:
     """As when a file has changed since: the new weights would be in the pool of the old ones."""
     pools = frozenset({"text_encode:0123456789ab:float32"})
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
@@ -206,7 +206,7 @@ async def test_weights_of_pools_that_the_worker_has_not_registered_are_not_loade
         await executor.close()
 
 
-async def test_what_cannot_load_is_one_sentence(tmp_path: Path, forks: socket.socket | None) -> None:
+async def test_model_that_cannot_load_raises_config_error(tmp_path: Path, forks: socket.socket | None) -> None:
     async def ignore(_: ModelsLoaded | StepProgress | TaskStopped | TaskCompleted | TaskFailed) -> None:
         """Nothing is expected."""
 
@@ -217,7 +217,7 @@ async def test_what_cannot_load_is_one_sentence(tmp_path: Path, forks: socket.so
         await executor.close()
 
 
-async def test_other_weights_take_the_place_of_those_that_are_loaded_and_give_way_where_they_cannot_be(
+async def test_swap_loads_other_weights_and_falls_back_if_that_fails(
     tmp_path: Path, fork_server: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor_module, "RESTART_S", 0.0)

@@ -9,7 +9,7 @@ import pytest
 from unfuse.worker import fork_server
 
 
-def test_what_libraries_warn_of_while_they_are_imported_is_not_logged(
+def test_library_warnings_during_import_are_not_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def imported(name: str) -> None:

@@ -34,7 +34,7 @@ def probe(path: str) -> bytes:
     return "\r\n".join(lines).encode()
 
 
-async def test_it_lives_from_the_start_and_is_ready_when_nothing_is_lacking() -> None:
+async def test_health_returns_200_at_once_and_ready_503_until_models_load() -> None:
     lacks = "models load"
     async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: lacks):
         assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200 OK\r\n")
@@ -68,12 +68,12 @@ async def test_content_length_counts_bytes() -> None:
 @pytest.mark.parametrize(
     "said", [probe("/"), probe("/healthy"), b"POST /health HTTP/1.1\r\n\r\n", b"\r\n\r\n", b"\0\xff GET\r\n\r\n"]
 )
-async def test_nothing_else_is_answered(said: bytes) -> None:
+async def test_other_requests_return_404(said: bytes) -> None:
     async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: ""):
         assert (await asked(port, said)).startswith(b"HTTP/1.1 404 Not Found\r\n")
 
 
-async def test_those_who_say_too_much_or_nothing_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oversized_or_incomplete_requests_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "HEAD_S", 0.05)
     async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: ""):
         assert await asked(port, b"GET /health HTTP/1.1\r\n" + b"x" * 4 * HEAD_BYTES) == b""
@@ -81,7 +81,7 @@ async def test_those_who_say_too_much_or_nothing_are_not_waited_for(monkeypatch:
         assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200")
 
 
-async def test_many_who_say_nothing_are_turned_away_and_soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_over_the_limit_are_closed_and_silent_ones_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "HEAD_S", 0.5)
     async with health_server(f"127.0.0.1:{(port := free_port())}", lambda: ""):
         silent = [asyncio.create_task(asked(port, b"GET ")) for _ in range(MAX_REQUESTS)]
@@ -91,19 +91,19 @@ async def test_many_who_say_nothing_are_turned_away_and_soon_gone(monkeypatch: p
         assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200")
 
 
-async def test_without_an_address_nobody_listens() -> None:
+async def test_health_server_without_an_address_does_not_listen() -> None:
     async with health_server("", lambda: ""):
         pass
 
 
 @pytest.mark.parametrize("at", ["8002", ":8002", "localhost:", "localhost:http", "127.0.0.1:99999"])
-async def test_what_is_no_address_is_refused(at: str) -> None:
+async def test_invalid_health_address_raises_config_error(at: str) -> None:
     with pytest.raises(ConfigError, match="--health"):
         async with health_server(at, lambda: ""):
             pass
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_health_port_in_use_raises_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         at = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"cannot listen on --health {at} .*: choose another address"):

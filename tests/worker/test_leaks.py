@@ -42,7 +42,7 @@ def check(texts: SequencePool, store: TensorStore, *, frees: bool = True) -> tup
     return ComputeLeakCheck(stages, store, sent.append, frees=frees), sent
 
 
-def test_sequences_that_are_left_are_reported_and_freed() -> None:
+def test_leaked_sequences_are_reported_once_and_freed() -> None:
     """Given a sequence with blocks and one without, of which no state is left, then both are ended."""
     with TensorStore.create("memory") as store:
         texts = sequences()
@@ -60,7 +60,7 @@ def test_sequences_that_are_left_are_reported_and_freed() -> None:
         assert sent[1:] == [LeaksFound((Leak("kv", "sequence 3 of 1 tokens", BLOCK, True),))]
 
 
-def test_blocks_of_no_sequence_stay() -> None:
+def test_leaked_kv_blocks_without_a_sequence_are_reported_not_freed() -> None:
     with TensorStore.create("memory") as store:
         texts = sequences()
         leaks, sent = check(texts, store)
@@ -123,7 +123,7 @@ class Forgetful(Count):
         return super().start(task)
 
 
-def test_a_loop_looks_when_it_has_no_task(tmp_path: Path) -> None:
+def test_step_loop_checks_for_leaks_when_idle(tmp_path: Path) -> None:
     """Given a stage that leaks at each task, when two tasks run and the loop waits for more, then both leaks are sent
     behind the ends of the tasks, and the blocks are free."""
     bench = Bench(tmp_path, {"count": Forgetful(texts := sequences())}, 1)
@@ -139,7 +139,7 @@ def test_a_loop_looks_when_it_has_no_task(tmp_path: Path) -> None:
     assert texts.usage().used == 0
 
 
-def test_a_state_is_given_up_where_its_stage_fails_behind_it(tmp_path: Path) -> None:
+def test_task_state_is_released_if_its_stage_fails(tmp_path: Path) -> None:
     """Also where nothing says how far it is: before, what it had was never freed."""
 
     class Lost(Count):
@@ -165,7 +165,7 @@ def looked(
     return [(line["what"], line["bytes"], line["freed"]) for line in logs if line["event"].startswith("memory leak")]
 
 
-async def test_an_unfinished_object_is_reported_once_and_stays(near: WorkerObjects) -> None:
+async def test_unfinished_object_is_reported_as_a_leak_once_and_not_freed(near: WorkerObjects) -> None:
     """Also when its request is over: whoever forgot it may still write there. While there is a task, it may be that
     task's."""
     leaks = WorkerLeakCheck()
@@ -182,14 +182,14 @@ async def test_an_unfinished_object_is_reported_once_and_stays(near: WorkerObjec
     assert leaks.take_counts() == {}
 
 
-async def test_room_of_no_object_is_reported(near: WorkerObjects) -> None:
+async def test_arena_memory_without_an_object_is_reported_as_a_leak(near: WorkerObjects) -> None:
     leaks = WorkerLeakCheck()
     assert near._arena
     near._arena._space.allocate(PIECE)
     assert looked(leaks, near) == [(f"{PIECE} bytes that belong to no object", PIECE, False)]
 
 
-async def test_what_requests_and_caches_own_is_no_leak(near: WorkerObjects) -> None:
+async def test_objects_of_requests_and_caches_are_not_leaks(near: WorkerObjects) -> None:
     """Whatever is held, deleted, cached or spilled."""
     leaks = WorkerLeakCheck()
     for nbytes in (0, 1, 5000):
@@ -208,7 +208,9 @@ async def brought(near: WorkerObjects, far: WorkerObjects, lease: Lease) -> None
     assert await near.copies.fetch(lease, granted(far))
 
 
-async def test_a_copy_of_a_task_that_is_over_is_freed(near: WorkerObjects, far: WorkerObjects) -> None:
+async def test_leaked_input_copy_of_an_ended_task_is_reported_and_freed(
+    near: WorkerObjects, far: WorkerObjects
+) -> None:
     """Given a copy that nobody let go of when its task ended, then it is reported, and its room is free."""
     leaks, ref = WorkerLeakCheck(), made(far)
     await brought(near, far, reading(ref))
@@ -217,7 +219,7 @@ async def test_a_copy_of_a_task_that_is_over_is_freed(near: WorkerObjects, far: 
     assert not looked(leaks, near)
 
 
-async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: WorkerObjects, far: WorkerObjects) -> None:
+async def test_input_copy_retained_for_the_next_attempt_is_not_a_leak(near: WorkerObjects, far: WorkerObjects) -> None:
     leaks, lease = WorkerLeakCheck(), reading(made(far))
     await brought(near, far, lease)
     near.end_task(lease, TaskFailed(lease.claim, "crash", "it died"), read_here=False)
@@ -230,7 +232,7 @@ async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: WorkerO
     assert not looked(leaks, near)
 
 
-async def test_what_could_not_be_told_is_counted_again(near: WorkerObjects) -> None:
+async def test_unreported_leak_counts_are_added_to_the_next_report(near: WorkerObjects) -> None:
     leaks = WorkerLeakCheck()
     leaks.record([Leak("kv", "one", 5, True), Leak("kv", "another", 6), Leak("arena", "a third", 7)])
     leaks.put_back(leaks.take_counts())
@@ -238,7 +240,7 @@ async def test_what_could_not_be_told_is_counted_again(near: WorkerObjects) -> N
     assert leaks.take_counts() == {"kv": 11, "arena": 15}
 
 
-def test_of_very_many_leaks_the_rest_is_one_line() -> None:
+def test_leaks_over_the_log_limit_share_one_log_line() -> None:
     leaks = WorkerLeakCheck()
     with capture_logs() as logs:
         leaks.record(Leak("kv", f"sequence {number}", 3) for number in range(MAX_LOGGED_LEAKS + 2))

@@ -39,7 +39,7 @@ def holding(*leases: Lease, slots: int = 2, **resources: int) -> TaskSlots:
     return held
 
 
-def test_a_task_whose_input_is_not_whole_takes_its_share_and_no_slot_until_it_is() -> None:
+def test_task_with_unwritten_input_uses_resources_but_no_slot() -> None:
     """Given two slots and room for ten tokens, when tasks come whose inputs are still written, then the worker asks on
     for both slots, with what room is left; and for one fewer as soon as one has arrived."""
     waits = [lease(name, inputs=(WRITTEN,), needs={"kv": 3}) for name in "abc"]
@@ -61,18 +61,18 @@ def test_a_task_whose_input_is_not_whole_takes_its_share_and_no_slot_until_it_is
     assert held.next_request(None, "").amounts == {"kv": 4} and held.arriving == 0
 
 
-def test_a_task_takes_a_slot_at_once_where_its_input_is_whole_or_nothing_else_bounds_it() -> None:
+def test_task_uses_a_slot_if_its_input_is_written_or_it_needs_no_kv() -> None:
     assert holding(lease("a", inputs=(WHOLE,), needs={"kv": 3}), kv=10).next_request(None, "").slots == 1
     assert holding(lease("a", inputs=(WRITTEN,))).next_request(None, "").slots == 1
 
 
-def test_before_other_weights_are_loaded_one_task_is_asked_for_each_that_has_ended() -> None:
+def test_worker_requests_one_task_per_ended_task_before_a_model_swap() -> None:
     ask = holding(lease("a"), slots=4).next_request(None, "", "first", "pool")
     assert (ask.slots, ask.loaded_model, ask.after_pool) == (1, "first", "pool")
     assert holding(lease("a"), slots=4).next_request(None, "", "first").slots == 3
 
 
-def test_nothing_is_asked_for_beside_a_task_that_runs_alone_and_room_is_what_others_will_not_take() -> None:
+def test_free_bytes_excludes_reservations_and_a_lone_task_withdraws() -> None:
     assert holding(lease("a", alone=True)).next_request(None, "") is WITHDRAW
     held = holding(lease("a", output_size=30))
     assert (held.free_bytes(100, 5), held.free_bytes(20, 5), held.free_bytes(None, 5)) == (70, 0, None)
@@ -121,7 +121,7 @@ async def alone() -> Alone:
     return Alone()
 
 
-async def test_after_so_long_without_a_scheduler_all_is_given_up_once(alone: Alone) -> None:
+async def test_orphaned_worker_abandons_its_objects_once_after_the_timeout(alone: Alone) -> None:
     await alone.passes(int(LONG) - 1)
     assert not alone.given_up
     await alone.passes(1000)
@@ -129,7 +129,7 @@ async def test_after_so_long_without_a_scheduler_all_is_given_up_once(alone: Alo
     alone.watching.cancel()
 
 
-async def test_any_answer_of_any_scheduler_begins_the_count_anew(alone: Alone) -> None:
+async def test_any_scheduler_reply_resets_the_orphan_timeout(alone: Alone) -> None:
     for _ in range(4):
         await alone.passes(int(LONG) - 1)
         alone.link.last_answer += 1
@@ -138,7 +138,7 @@ async def test_any_answer_of_any_scheduler_begins_the_count_anew(alone: Alone) -
     alone.watching.cancel()
 
 
-async def test_what_runs_finishes_first(alone: Alone) -> None:
+async def test_orphaned_worker_abandons_nothing_while_a_task_runs(alone: Alone) -> None:
     alone.busy = True
     await alone.passes(3 * int(LONG))
     assert not alone.given_up
@@ -148,7 +148,7 @@ async def test_what_runs_finishes_first(alone: Alone) -> None:
     alone.watching.cancel()
 
 
-async def test_durable_copies_and_what_a_reader_holds_are_left(tmp_path: Path) -> None:
+async def test_abandon_leaves_durable_copies_and_open_objects(tmp_path: Path) -> None:
     """Given an object with a durable copy that somebody reads, when all is given up, then nobody new gets it from
     here, the reader reads on, its room is free after, and the copy is there."""
     places = StorageLocations("", durable=f"disk:{tmp_path}")

@@ -82,14 +82,14 @@ def look(files: WeightFiles) -> dict[str, ChangedFile]:
     return files.changed
 
 
-def test_files_that_nobody_touches_are_what_was_loaded(files: WeightFiles) -> None:
+def test_unchanged_weight_files_are_not_reported(files: WeightFiles) -> None:
     assert not files.refresh()
     assert files.changed == {}
 
 
 @pytest.mark.usefixtures("written")
 @pytest.mark.parametrize("change", [overwrite, rename_over, Path.unlink])
-def test_a_changed_file_spoils_the_pools_that_are_loaded_from_it(
+def test_changed_file_disables_the_pools_loaded_from_it(
     change: object, folder: Path, card: ModelSpec, files: WeightFiles
 ) -> None:
     assert callable(change)
@@ -105,7 +105,7 @@ def test_a_changed_file_spoils_the_pools_that_are_loaded_from_it(
 
 @pytest.mark.usefixtures("written")
 @pytest.mark.parametrize("name", ["config.json", "diffusion_pytorch_model.safetensors"])
-def test_the_same_bytes_are_served_on(name: str, folder: Path, files: WeightFiles) -> None:
+def test_rewritten_file_with_the_same_bytes_is_still_served(name: str, folder: Path, files: WeightFiles) -> None:
     file = folder / "vae" / name
     content = file.read_bytes()
     file.unlink()
@@ -119,7 +119,7 @@ def test_the_same_bytes_are_served_on(name: str, folder: Path, files: WeightFile
 
 
 @pytest.mark.usefixtures("written")
-def test_a_file_whose_bytes_are_put_back_is_served_again(folder: Path, files: WeightFiles) -> None:
+def test_pool_is_served_again_after_its_file_is_restored(folder: Path, files: WeightFiles) -> None:
     content = (folder / VAE).read_bytes()
     overwrite(folder / VAE)
     files.refresh()
@@ -132,7 +132,7 @@ def test_a_file_whose_bytes_are_put_back_is_served_again(folder: Path, files: We
     assert look(files) == {}
 
 
-def test_a_file_that_is_written_to_is_compared_once_that_is_over(
+def test_file_being_written_is_compared_after_writing_ends(
     folder: Path, files: WeightFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overwrite(folder / VAE)
@@ -147,7 +147,7 @@ def test_a_file_that_is_written_to_is_compared_once_that_is_over(
 
 
 @pytest.mark.row("K1")
-def test_a_clock_that_was_set_back_delays_no_comparison(
+def test_clock_set_back_does_not_delay_the_file_comparison(
     folder: Path, files: WeightFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a file whose times are an hour ahead, when it stays as it is, then it is compared all the same."""
@@ -171,7 +171,7 @@ def test_a_clock_that_was_set_back_delays_no_comparison(
 
 
 @pytest.mark.usefixtures("written")
-def test_a_pool_that_compute_left_out_is_not_served_even_if_its_bytes_are_put_back(
+def test_pool_that_was_not_loaded_is_not_served_if_its_file_is_restored(
     folder: Path, card: ModelSpec, files: WeightFiles
 ) -> None:
     pool, content = card.pools()["vae_decode"], (folder / VAE).read_bytes()
@@ -186,7 +186,7 @@ def test_a_pool_that_compute_left_out_is_not_served_even_if_its_bytes_are_put_ba
     assert look(files) == {}
 
 
-def test_a_change_between_card_and_loading_is_seen(folder: Path) -> None:
+def test_file_change_between_model_spec_and_load_is_detected(folder: Path) -> None:
     before = states_of(folder)
     card = read_model_spec("model", folder)
     overwrite(folder / VAE)
@@ -195,7 +195,7 @@ def test_a_change_between_card_and_loading_is_seen(folder: Path) -> None:
     assert files.refresh()
 
 
-def test_files_of_stages_that_run_elsewhere_do_not_count(folder: Path, card: ModelSpec) -> None:
+def test_changed_files_of_stages_on_other_workers_are_ignored(folder: Path, card: ModelSpec) -> None:
     files = WeightFiles(
         [("model", str(folder), "auto")], [card], StageSelector(roles=frozenset({"denoiser"})), states_of(folder)
     )
@@ -204,7 +204,7 @@ def test_files_of_stages_that_run_elsewhere_do_not_count(folder: Path, card: Mod
 
 
 @pytest.mark.usefixtures("written")
-def test_of_equal_components_the_ones_that_were_loaded_count(folder: Path, card: ModelSpec, tmp_path: Path) -> None:
+def test_of_equal_components_only_the_loaded_files_are_watched(folder: Path, card: ModelSpec, tmp_path: Path) -> None:
     twin = Path(shutil.copytree(folder, tmp_path / "twin"))
     models = [("model", str(folder), "auto"), ("twin", str(twin), "auto")]
     cards = [card, read_model_spec("twin", twin)]
@@ -218,9 +218,7 @@ def test_of_equal_components_the_ones_that_were_loaded_count(folder: Path, card:
     assert in_turns.refresh()
 
 
-def test_only_what_is_written_to_in_place_changes_mapped_weights(
-    folder: Path, card: ModelSpec, files: WeightFiles
-) -> None:
+def test_replaced_file_does_not_count_as_overwritten(folder: Path, card: ModelSpec, files: WeightFiles) -> None:
     pool = card.pools()["vae_decode"]
     rename_over(folder / VAE)
     assert files.overwritten(pool) is None
@@ -228,7 +226,7 @@ def test_only_what_is_written_to_in_place_changes_mapped_weights(
 
 
 @pytest.mark.usefixtures("written")
-def test_what_was_overwritten_is_known_before_and_after_it_is_compared(
+def test_overwritten_file_is_reported_before_and_after_comparison(
     folder: Path, card: ModelSpec, files: WeightFiles
 ) -> None:
     pool = card.pools()["vae_decode"]
@@ -240,7 +238,7 @@ def test_what_was_overwritten_is_known_before_and_after_it_is_compared(
     assert files.overwritten(pool) == ChangedFile(VAE, compared=True)
 
 
-def test_a_gguf_file_is_known_by_its_own_name(tmp_path: Path) -> None:
+def test_file_states_of_a_gguf_model_contain_only_that_file(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     assert [*states_of(file)] == [file]
@@ -261,11 +259,11 @@ def sets(role: str = "all", loaded: str = "all", *cards: Any) -> Any:
     return swappable_sets(served, Options(role, loaded))  # type: ignore[arg-type]
 
 
-def test_everything_is_loaded_unless_it_is_said_or_there_is_one_set() -> None:
+def test_all_models_are_loaded_at_once_by_default() -> None:
     assert sets() == sets("encoder+denoiser") == sets("all", "1", CARD) == {}
 
 
-def test_a_set_is_a_model_with_the_stages_of_its_roles() -> None:
+def test_max_loaded_models_1_makes_one_swappable_set_per_model() -> None:
     assert sets("all", "1") == {
         CARD.name: frozenset({ENCODE, DENOISE, DECODE}),
         OTHER.name: frozenset(OTHER.pools().values()),
@@ -273,12 +271,12 @@ def test_a_set_is_a_model_with_the_stages_of_its_roles() -> None:
     assert sets("denoiser", "1")[CARD.name] == {DENOISE}
 
 
-def test_a_set_is_a_role_of_all_models_where_roles_stand_behind_commas() -> None:
+def test_comma_separated_roles_make_one_swappable_set_per_role() -> None:
     found = sets("encoder+decoder,denoiser", "all", CARD)
     assert found == {"encoder+decoder": frozenset({ENCODE, DECODE}), "denoiser": frozenset({DENOISE})}
 
 
-def test_what_contradicts_itself_is_refused() -> None:
+def test_comma_roles_with_max_loaded_models_1_raise_config_error() -> None:
     with pytest.raises(ConfigError, match="both select what is loaded at a time"):
         sets("encoder,denoiser", "1")
 
@@ -309,7 +307,7 @@ def shapes(*roles: str, folder: Path = SHAPES) -> ModelSwapper:
     return ModelSwapper(found, loads, [card])
 
 
-async def test_another_set_is_loaded_once_nothing_runs_and_no_task_of_the_other_meets_it() -> None:
+async def test_model_swap_waits_until_idle_and_blocks_tasks_of_other_models() -> None:
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         loads = [load(store, "/results")]  # type: ignore[arg-type]
         swapping = ModelSwapper({"first": frozenset({ENCODE}), "second": frozenset({DENOISE})}, loads)
@@ -355,7 +353,7 @@ class TestReadingAhead:
         monkeypatch.setattr(os, "posix_fadvise", ask)
         return found
 
-    async def test_files_of_the_set_that_is_likely_to_be_next_are_asked_for_once(self, asked: list[str]) -> None:
+    async def test_files_of_the_next_model_are_read_ahead_once(self, asked: list[str]) -> None:
         swapping = shapes("encoder", "denoiser")
         await swapping.read_ahead("denoiser")
         await swapping.read_ahead("denoiser")
@@ -363,9 +361,7 @@ class TestReadingAhead:
         await swapping.read_ahead("nothing")
         assert len(asked) == 1
 
-    async def test_those_of_the_set_that_is_loaded_are_asked_for_as_long_as_what_runs_takes(
-        self, asked: list[str]
-    ) -> None:
+    async def test_files_are_read_ahead_while_tasks_finish_before_a_swap(self, asked: list[str]) -> None:
         """Given tasks that run, when another set is to be loaded, then its files are asked for before they end."""
         swapping, executor, idle = shapes("encoder", "denoiser"), Executed(), asyncio.Event()
 
@@ -384,7 +380,7 @@ class TestReadingAhead:
         await swapping.read_ahead("encoder")
         assert [name.partition("/")[0] for name in asked] == ["transformer", "text_encoder"]
 
-    async def test_what_cannot_be_read_is_left_to_loading(self, asked: list[str], tmp_path: Path) -> None:
+    async def test_unreadable_files_are_skipped_by_read_ahead(self, asked: list[str], tmp_path: Path) -> None:
         await shapes("encoder", "denoiser", folder=tmp_path).read_ahead("denoiser")
         assert asked == []
 
@@ -439,7 +435,7 @@ def kept(places: tuple[Path, Path, Path]) -> list[str]:
     return sorted(file.name for file in places[2].iterdir()) if places[2].exists() else []
 
 
-def test_it_comes_in_parts_once_and_is_found_by_its_content(places: tuple[Path, Path, Path]) -> None:
+def test_adapter_is_fetched_once_in_chunks_and_cached_by_content_hash(places: tuple[Path, Path, Path]) -> None:
     link = Lender(places[0])
     bring(link, places, adapted(), adapted())
     bring(link, places, adapted(lora="renamed"))
@@ -448,7 +444,7 @@ def test_it_comes_in_parts_once_and_is_found_by_its_content(places: tuple[Path, 
     assert AdapterFolder(str(places[1]), str(places[2])).file("ink", ID).read_bytes() == DATA
 
 
-def test_nothing_is_asked_for_that_is_here_or_that_no_stage_uses(places: tuple[Path, Path, Path]) -> None:
+def test_local_or_unused_adapter_is_not_fetched(places: tuple[Path, Path, Path]) -> None:
     link = Lender(places[0])
     bring(link, places, adapted("text_encode"), adapted(lora=""))
     asyncio.run(AdapterFetcher(link, "", places[2]).fetch(adapted()))  # type: ignore[arg-type]  # no adapters are served
@@ -457,13 +453,13 @@ def test_nothing_is_asked_for_that_is_here_or_that_no_stage_uses(places: tuple[P
     assert not link.asked and not kept(places)
 
 
-def test_another_file_of_that_name_here_is_not_taken_for_it(places: tuple[Path, Path, Path]) -> None:
+def test_local_adapter_with_other_content_is_not_used(places: tuple[Path, Path, Path]) -> None:
     (places[1] / "ink.safetensors").write_bytes(b"other")
     bring(Lender(places[0]), places)
     assert AdapterFolder(str(places[1]), str(places[2])).file("ink", ID).read_bytes() == DATA
 
 
-def test_what_was_kept_and_is_damaged_comes_again(places: tuple[Path, Path, Path]) -> None:
+def test_corrupt_cached_adapter_is_fetched_again(places: tuple[Path, Path, Path]) -> None:
     bring(Lender(places[0]), places)
     (places[2] / f"{ID}.safetensors").write_bytes(DATA[:-1] + b"?")
     bring(again := Lender(places[0]), places)
@@ -483,7 +479,7 @@ def test_what_was_kept_and_is_damaged_comes_again(places: tuple[Path, Path, Path
         (lambda _: UnknownWorker(), NotFound, "cannot be fetched"),
     ],
 )
-def test_what_cannot_be_it_is_not_kept(
+def test_invalid_adapter_download_is_rejected_and_not_cached(
     change: Change, error: type[UnfuseError], says: str, places: tuple[Path, Path, Path]
 ) -> None:
     with pytest.raises(error, match=says) as raised:
@@ -493,12 +489,12 @@ def test_what_cannot_be_it_is_not_kept(
     assert failed.kind == ("transient" if error is TransientError else "permanent")
 
 
-def test_an_id_is_no_path(places: tuple[Path, Path, Path]) -> None:
+def test_path_as_adapter_id_raises_permanent_error(places: tuple[Path, Path, Path]) -> None:
     with pytest.raises(PermanentError, match="is not the id of an adapter"):
         AdapterFolder(str(places[0]), str(places[2])).file("ink", "../../there/ink")
 
 
-def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(places: tuple[Path, Path, Path]) -> None:
+def test_adapter_server_rejects_paths_and_unknown_adapters(places: tuple[Path, Path, Path]) -> None:
     async def ask(loras: str, name: str, id: str = ID) -> Any:
         return await AdapterServer(None, loras).answer(b"", FetchAdapter(name, id))  # type: ignore[arg-type]
 
@@ -508,7 +504,9 @@ def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(places: tuple[Path,
     assert "--loras FOLDER" in asyncio.run(ask("", "ink")).message
 
 
-def test_room_is_looked_for_and_made(places: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_cache_evicts_old_files_and_checks_free_disk_space(
+    places: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loaded_models, "MAX_ADAPTER_BYTES", len(DATA) + 10)
     places[2].mkdir(parents=True)
     for number, name in enumerate(("new", "old", ".left")):

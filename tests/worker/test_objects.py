@@ -105,7 +105,9 @@ def read(objects: WorkerObjects, ref: ObjectRef) -> set[int]:
         return set(held["x"].tolist())
 
 
-async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: WorkerObjects, near: WorkerObjects) -> None:
+async def test_input_copy_is_shared_by_tasks_and_freed_with_the_last_one(
+    far: WorkerObjects, near: WorkerObjects
+) -> None:
     ref = made(far)
     first, second = reading(ref, stage="one"), reading(ref, stage="two")
 
@@ -127,7 +129,7 @@ async def freed(objects: WorkerObjects) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_is_known_to_be_read_by_nobody_any_more_gives_its_room_back(near: WorkerObjects) -> None:
+async def test_dropped_object_frees_its_memory_once_no_reader_has_it_open(near: WorkerObjects) -> None:
     kept, lost = made(near), made(near)
     with near.store.get(lost):
         assert not near.drop([lost.id])  # somebody reads it
@@ -138,7 +140,7 @@ async def test_what_is_known_to_be_read_by_nobody_any_more_gives_its_room_back(n
     assert (near.usage().used, near.drop([again.id]), read(near, kept)) == (PIECE, False, {7})
 
 
-async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: WorkerObjects, near: WorkerObjects) -> None:
+async def test_input_copy_belongs_to_the_request_that_reads_it(far: WorkerObjects, near: WorkerObjects) -> None:
     """Given an object that an earlier request made, then it is not dropped here with that one, and the scheduler hears
     of the object that it knows."""
     ref = made(far, request="req_earlier")
@@ -151,9 +153,7 @@ async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: WorkerO
     assert (near.copies.original(copy.id), near.copies.original("another")) == (ref.id, "another")
 
 
-async def test_what_can_be_mapped_is_left_where_it_is_whatever_its_node_is_called(
-    folders: Callable[[], str], far: WorkerObjects
-) -> None:
+async def test_objects_in_mappable_memory_are_not_copied(folders: Callable[[], str], far: WorkerObjects) -> None:
     here = folders()
     async with node("one", here) as one, node("two", here) as two:
         own, mapped, other = made(two), made(one), made(far)
@@ -163,7 +163,9 @@ async def test_what_can_be_mapped_is_left_where_it_is_whatever_its_node_is_calle
         assert await two.copies.fetch(reading(own), granted(two)) == reading(own)
 
 
-async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], near: WorkerObjects) -> None:
+async def test_owner_is_reachable_by_shared_memory_until_it_exits(
+    folders: Callable[[], str], near: WorkerObjects
+) -> None:
     """Given an owner whose memory was mapped, when it is gone, then what it had cannot be had, and is not waited for;
     and another one at its address is not taken for it."""
     here = folders()
@@ -179,7 +181,7 @@ async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], nea
             assert await two.copies.fetch(lease, grant) == lease
 
 
-async def test_at_the_address_of_an_owner_on_another_machine_another_one_lives_here(
+async def test_object_is_fetched_if_another_owner_has_its_address_locally(
     folders: Callable[[], str], far: WorkerObjects
 ) -> None:
     """Given a path that is used here, too, by somebody else, then the object comes from its owner."""
@@ -191,7 +193,7 @@ async def test_at_the_address_of_an_owner_on_another_machine_another_one_lives_h
         assert brought and brought.task.inputs[0].owner == "two"
 
 
-async def test_a_socket_where_nobody_answers_keeps_no_other_waiting(folders: Callable[[], str]) -> None:
+async def test_unresponsive_local_owner_does_not_block_other_inputs(folders: Callable[[], str]) -> None:
     """Given an owner that is stopped, when tasks with inputs of it wait, then others get theirs."""
     here = folders()
     with socket.socket(socket.AF_UNIX) as silent:
@@ -215,7 +217,7 @@ async def test_a_socket_where_nobody_answers_keeps_no_other_waiting(folders: Cal
             silent.close()
 
 
-async def test_without_keys_what_cannot_be_mapped_is_left_to_its_stage(folders: Callable[[], str]) -> None:
+async def test_unmappable_input_is_not_fetched_without_keys(folders: Callable[[], str]) -> None:
     async with node("one", folders(), keys=False) as one, node("two", folders(), keys=False) as two:
         lease = reading(made(one))
         assert not one.copies.served_at and await two.copies.fetch(lease, granted(one)) == lease
@@ -223,7 +225,7 @@ async def test_without_keys_what_cannot_be_mapped_is_left_to_its_stage(folders: 
             two.store.get(lease.task.inputs[0])
 
 
-async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: WorkerObjects, near: WorkerObjects) -> None:
+async def test_released_input_is_left_to_its_durable_copy(far: WorkerObjects, near: WorkerObjects) -> None:
     ref = made(far)
     await far.release(["req_a"])
     lease = reading(ref)
@@ -232,7 +234,7 @@ async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: WorkerObjects
     assert near.usage().used == 0
 
 
-async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanwhile(far: WorkerObjects) -> None:
+async def test_unresponsive_remote_owners_do_not_block_other_transfers(far: WorkerObjects) -> None:
     patient = msgspec.structs.replace(OPTIONS, heartbeat_s=15.0, max_missed=4)
     near = WorkerObjects(
         opened("near", StorageLocations("")), StorageLocations(""), {"tcp": open_engine("tcp", patient)}, patient
@@ -271,7 +273,7 @@ async def test_a_task_that_is_cancelled_does_not_wait_for_its_inputs(far: Worker
 
 
 @pytest.mark.parametrize("kind, reason", [("crash", ""), ("hand_back", "compute")])
-async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_again(
+async def test_input_copies_are_retained_after_a_compute_process_crash(
     kind: FailureKind, reason: str, far: WorkerObjects, near: WorkerObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given inputs that were brought, when compute dies, then they are kept, for a while, and do not come twice."""
@@ -293,7 +295,7 @@ async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_
     await freed(near)
 
 
-async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_to_nothing(
+async def test_input_copies_are_retained_for_the_next_stage_or_attempt(
     far: WorkerObjects, near: WorkerObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given an input that was brought, when its task is done, and others here read what it made, or when the task is
@@ -317,7 +319,7 @@ async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_t
     await freed(near)
 
 
-async def test_what_is_kept_for_a_task_goes_with_its_request(far: WorkerObjects, near: WorkerObjects) -> None:
+async def test_retained_input_copies_are_freed_with_their_request(far: WorkerObjects, near: WorkerObjects) -> None:
     lease = reading(made(far))
     assert await near.copies.fetch(lease, granted(far))
     near.end_task(lease, TaskFailed(lease.claim, "crash", "it died"), False)
@@ -325,7 +327,7 @@ async def test_what_is_kept_for_a_task_goes_with_its_request(far: WorkerObjects,
     assert near.usage().used == 0
 
 
-async def test_without_room_for_long_the_task_is_told(far: WorkerObjects, near: WorkerObjects) -> None:
+async def test_fetch_into_a_full_arena_raises_arena_full(far: WorkerObjects, near: WorkerObjects) -> None:
     made(near, nbytes=CAPACITY)
     lease = reading(made(far))
     with pytest.raises(ArenaFull):
@@ -334,7 +336,7 @@ async def test_without_room_for_long_the_task_is_told(far: WorkerObjects, near: 
 
 
 @pytest.mark.parametrize("kind", ["denoise", "text_encode"])
-async def test_chosen_stages_leave_a_copy_that_goes_with_their_request(
+async def test_durable_copies_of_chosen_stages_are_deleted_with_the_request(
     kind: str, tmp_path: Path, folders: Callable[[], str]
 ) -> None:
     async with node("near", folders(), StorageLocations("", durable=f"disk:{tmp_path}")) as near:
@@ -362,7 +364,7 @@ def report(ref: ObjectRef) -> TaskCompleted:
     return TaskCompleted(Claim(ref.request, ref.stage, 1, b""), ref, (), Timings())
 
 
-async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
+async def test_objects_of_a_stopped_worker_are_read_from_the_result_store(
     folders: Callable[[], str], tmp_path: Path
 ) -> None:
     """Given results on a disk and nothing else that lasts, when a worker stops, then the outputs and checkpoints of
@@ -394,7 +396,9 @@ async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("durable", ["none", "disk"])
-async def test_a_full_disk_costs_a_copy_and_says_so(durable: str, folders: Callable[[], str], tmp_path: Path) -> None:
+async def test_full_disk_prevents_a_durable_copy_and_is_logged(
+    durable: str, folders: Callable[[], str], tmp_path: Path
+) -> None:
     """Given a checkpoint that is larger than the disk, then there is no copy, nothing half-written, and the worker has
     it still; what fits is copied all the same."""
     with small_disk(tmp_path, 4 * PIECE >> 10) as disk:
@@ -410,7 +414,9 @@ async def test_a_full_disk_costs_a_copy_and_says_so(durable: str, folders: Calla
             assert [path.stat().st_size for path in disk.rglob("copies/**/*") if path.is_file()] == [PIECE // 4]
 
 
-async def test_who_cannot_see_the_results_copies_nothing(folders: Callable[[], str], tmp_path: Path) -> None:
+async def test_worker_without_access_to_the_result_store_writes_no_copies(
+    folders: Callable[[], str], tmp_path: Path
+) -> None:
     """Given the folder of another machine, then no folder of that name is made here."""
     places = StorageLocations(f"disk:{tmp_path / 'theirs'}", results_store_id="another")
     async with node("w", folders(), places) as objects:

@@ -29,7 +29,7 @@ async def process() -> AsyncIterator[Process]:
     yield Process()
 
 
-async def test_a_call_ends_with_its_answer(process: Process) -> None:
+async def test_call_returns_its_own_reply(process: Process) -> None:
     offering = asyncio.create_task(asyncio.to_thread(process.pairs.offer, "a", "gloo", "127.0.0.1", 1.0))
     joining = asyncio.create_task(asyncio.to_thread(process.pairs.join, "b", "gloo", "127.0.0.1", 1.0, ("h", 7)))
     assert {(await process.asked.get()).method for _ in range(2)} == {"offer", "join"}
@@ -40,7 +40,7 @@ async def test_a_call_ends_with_its_answer(process: Process) -> None:
         await joining
 
 
-async def test_a_call_ends_with_the_process(process: Process) -> None:
+async def test_pending_call_raises_connection_error_when_the_process_ends(process: Process) -> None:
     """Not before: until then it may write to the arena."""
     moving = asyncio.create_task(asyncio.to_thread(process.pairs.move, "a", 0, 10))
     assert await process.asked.get() == PairCall("move", "a", (0, 10))
@@ -52,13 +52,13 @@ async def test_a_call_ends_with_the_process(process: Process) -> None:
         await moving
 
 
-async def test_no_call_waits_for_a_process_that_does_not_run(process: Process) -> None:
+async def test_call_without_a_compute_process_raises_connection_error(process: Process) -> None:
     process.runs = False
     with pytest.raises(ConnectionError, match="no compute process"):
         await asyncio.to_thread(process.pairs.move, "a", 0, 10)
 
 
-def test_a_pair_ends_after_the_loop_without_a_word() -> None:
+def test_parting_a_pair_after_the_event_loop_ended_is_ignored() -> None:
     """Connections may live longer than the worker."""
 
     async def made() -> ComputePairs:
@@ -67,7 +67,7 @@ def test_a_pair_ends_after_the_loop_without_a_word() -> None:
     asyncio.run(made()).part("a")
 
 
-async def test_whatever_fails_in_the_process_is_told(process: Process) -> None:
+async def test_error_in_the_compute_process_is_returned_to_the_caller(process: Process) -> None:
     """Given a library that cannot be imported there, when it is asked to move, then it says so, and lives on."""
     told, loop = asyncio.Queue[object](), asyncio.get_running_loop()
 

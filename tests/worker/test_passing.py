@@ -38,7 +38,7 @@ class Process:
         return self.there
 
 
-async def test_what_a_prompt_reads_that_is_longer_than_the_buffer_comes_in_pieces() -> None:
+async def test_inputs_of_long_prompts_are_streamed_through_a_window() -> None:
     """Given a buffer of fifty tokens, then each input of a prompt of a hundred has a window of a half of its bytes, or
     a chunk if that is more, or all of what is less; a shorter prompt, what has none, and a buffer of any length have no
     window."""
@@ -54,7 +54,7 @@ async def test_what_a_prompt_reads_that_is_longer_than_the_buffer_comes_in_piece
         one.close()
 
 
-async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> None:
+async def test_piece_that_compute_cannot_accept_raises_transient_error() -> None:
     """Given a process that is not there, one that cannot take it, and one that dies, then each is an error that passes;
     what is dropped is told to the process."""
     gone, process = InputStreams(50, Process(there=False).send), Process()
@@ -79,7 +79,7 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
         one.close()
 
 
-async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
+async def test_piece_is_complete_when_all_processes_have_replied() -> None:
     """Also where one of them cannot take it, since the others may still read it; and where they are gone."""
     process = Process()
     passing, taken = InputStreams(50, process.send, 3), InputTaken(ARRIVED.lease.claim, KV.id)
@@ -105,7 +105,7 @@ async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
     passing.close()
 
 
-async def test_what_processes_had_taken_that_are_gone_no_task_begins_with() -> None:
+async def test_pieces_received_by_a_dead_process_are_not_reused() -> None:
     """Given a task of whose input a piece was taken when the process died, then the next process gets no later piece of
     it, and the task does not begin; its next attempt, and others, do."""
     process = Process()
@@ -148,7 +148,7 @@ class Slow:
         self.may_end.set()
 
 
-async def test_a_window_is_freed_also_where_a_task_is_cancelled_twice() -> None:
+async def test_stream_window_is_freed_if_the_task_is_cancelled_twice() -> None:
     """Given an input on its way, when its task is cancelled, and again while the transfer still ends, then its room is
     free when that has ended, and nothing more is passed on."""
     slow, process = Slow(), Process()

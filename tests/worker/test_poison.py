@@ -110,7 +110,7 @@ async def computing(folder: Path, stall_s: float = 600.0, processes: int = 1) ->
 
 
 @pytest.mark.slow
-async def test_an_outside_family_runs_from_stage_to_stage_in_numpy_without_torch(folder: Path) -> None:
+async def test_third_party_model_family_runs_in_numpy_without_torch(folder: Path) -> None:
     async with computing(folder) as compute:
         encoded = await compute.until(TaskCompleted, await compute.run("hello"))
         assert isinstance(encoded, TaskCompleted)
@@ -127,7 +127,7 @@ async def test_an_outside_family_runs_from_stage_to_stage_in_numpy_without_torch
         assert isinstance(again, TaskCompleted)
 
 
-def test_a_class_that_no_package_brings_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_unknown_pipeline_class_is_rejected_by_name(folder: Path, tmp_path: Path) -> None:
     other = outside.model(tmp_path)
     (other / "model_index.json").write_text('{"_class_name": "NobodysPipeline"}')
     with pytest.raises(ConfigError, match="is a NobodysPipeline, which is not supported; supported: .*OutsidePipeline"):
@@ -135,7 +135,7 @@ def test_a_class_that_no_package_brings_is_refused_by_name(folder: Path, tmp_pat
 
 
 @pytest.mark.slow
-async def test_what_ran_alone_when_its_process_crashed_is_charged_with_the_signal_and_the_last_words(
+async def test_crash_of_a_lone_task_is_reported_with_signal_and_stderr(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with computing(folder) as compute:
@@ -154,7 +154,7 @@ async def test_what_ran_alone_when_its_process_crashed_is_charged_with_the_signa
 
 
 @pytest.mark.slow
-async def test_of_several_that_had_begun_each_says_that_it_had_company(folder: Path) -> None:
+async def test_crash_with_several_running_tasks_reports_companions(folder: Path) -> None:
     async with computing(folder) as compute:
         mate = await compute.run("later nothing", stage="denoise", steps=10_000)
         await compute.until(StepProgress, mate)
@@ -164,7 +164,7 @@ async def test_of_several_that_had_begun_each_says_that_it_had_company(folder: P
 
 
 @pytest.mark.slow
-async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: Path) -> None:
+async def test_no_other_task_runs_beside_a_task_that_must_run_alone(folder: Path) -> None:
     async with computing(folder) as compute:
         first = await compute.run("later nothing", stage="denoise", steps=20)
         alone = await compute.run("later kill", stage="denoise", alone=True)
@@ -185,7 +185,7 @@ async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: P
 
 
 @pytest.mark.slow
-async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
+async def test_tasks_queued_behind_a_lone_task_run_after_it(folder: Path) -> None:
     async with computing(folder) as compute:
         alone = await compute.run("later nothing", stage="denoise", alone=True)
         behind = [await compute.run("later nothing", stage="denoise", alone=number == 1) for number in range(3)]
@@ -201,7 +201,7 @@ async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_compute_processes_of_one_worker_end_and_begin_together(folder: Path) -> None:
+async def test_compute_processes_of_a_worker_restart_together(folder: Path) -> None:
     """Given a worker of two compute processes, when the second one dies, then the first one ends with it, what it had
     begun is reported once, and two others take their place."""
     async with computing(folder, processes=2) as compute:
@@ -218,7 +218,7 @@ async def test_compute_processes_of_one_worker_end_and_begin_together(folder: Pa
 
 
 @pytest.mark.slow
-async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Path) -> None:
+async def test_stalled_process_is_killed_and_reported(folder: Path) -> None:
     async with computing(folder, stall_s=1.0) as compute:
         # steps are progress: this one takes longer than the limit, and lives
         steady = await compute.until(TaskCompleted, await compute.run("later nothing", stage="denoise", steps=100))
@@ -235,7 +235,7 @@ async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Pa
 
 
 @pytest.mark.slow
-async def test_time_in_which_everything_stood_still_is_no_lack_of_progress(folder: Path) -> None:
+async def test_suspended_machine_does_not_count_as_a_stall(folder: Path) -> None:
     async with computing(folder, stall_s=1.0) as compute:
         claim = await compute.run("later nothing", stage="denoise", steps=50)
         await compute.until(StepProgress, claim)
@@ -248,7 +248,7 @@ async def test_time_in_which_everything_stood_still_is_no_lack_of_progress(folde
 
 
 @pytest.mark.slow
-async def test_a_process_that_eats_memory_is_killed_with_the_figures(folder: Path) -> None:
+async def test_process_over_the_memory_limit_is_killed_and_reported(folder: Path) -> None:
     async with computing(folder) as compute:
         failed = await compute.failure(await compute.run("eat"))
         assert failed.kind == "crash"

@@ -72,7 +72,7 @@ def grow(growing: OutputRecorder, name: str, offset: int, pieces: Sequence[bytes
 
 
 @in_virtual_time
-async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None:
+async def test_output_deltas_of_several_tasks_share_messages() -> None:
     made, scheduler = growing()
     for step in range(100):
         for name in "abc":
@@ -87,7 +87,7 @@ async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None
 
 
 @in_virtual_time
-async def test_a_task_that_ends_waits_for_its_own_pieces_and_for_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ending_task_flushes_its_output_deltas_without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.worker.link.APPEND_S", 3600.0)
     made, scheduler = growing()
     began = asyncio.get_running_loop().time()
@@ -102,7 +102,7 @@ async def test_a_task_that_ends_waits_for_its_own_pieces_and_for_no_pause(monkey
 
 
 @in_virtual_time
-async def test_more_than_a_message_takes_goes_in_several_and_nobody_waits_for_all_of_another_s() -> None:
+async def test_long_output_is_split_and_does_not_block_other_tasks() -> None:
     made, scheduler = growing()
     grow(made, "long", 0, [b"%d" % number for number in range(4 * MAX_DELTAS_PER_MESSAGE)])
     grow(made, "short", 0, [b"a", b"b"])
@@ -115,7 +115,7 @@ async def test_more_than_a_message_takes_goes_in_several_and_nobody_waits_for_al
 
 
 @in_virtual_time
-async def test_what_is_not_recorded_is_said_again_with_all_that_came_meanwhile() -> None:
+async def test_rejected_output_deltas_are_resent_with_newer_ones() -> None:
     made, scheduler = growing()
     scheduler.refusals = [Rejected("the disk is full"), Rejected("it still is"), Accepted()]
     grow(made, "a", 0, [b"0"])
@@ -128,7 +128,7 @@ async def test_what_is_not_recorded_is_said_again_with_all_that_came_meanwhile()
 
 
 @in_virtual_time
-async def test_where_a_lease_is_lost_the_task_ends_and_the_others_do_not() -> None:
+async def test_lost_lease_ends_only_its_own_task() -> None:
     made, scheduler = growing()
     scheduler.lost = [claim("a")]
     for name, messages in (("a", 3), ("b", 1)):
@@ -143,7 +143,7 @@ async def test_where_a_lease_is_lost_the_task_ends_and_the_others_do_not() -> No
 
 
 @in_virtual_time
-async def test_the_next_attempt_gets_what_is_recorded() -> None:
+async def test_next_attempt_reads_the_recorded_output() -> None:
     made, scheduler = growing()
     assert await made.read(lease(0)) == ()
     assert scheduler.said == []
@@ -156,7 +156,7 @@ async def test_the_next_attempt_gets_what_is_recorded() -> None:
     assert await made.read(lease(9)) is None  # the queue has lost some
 
 
-async def test_more_recorded_pieces_than_a_message_takes_reach_compute_with_their_task() -> None:
+async def test_recorded_output_larger_than_a_message_reaches_compute() -> None:
     """Each task with its own, whatever comes between."""
     here, there = socket.socketpair()
     parent, compute = await ParentChannel.open(here), ComputeChannel(there)

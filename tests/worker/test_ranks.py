@@ -179,7 +179,7 @@ def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
 Make = Callable[..., Group]
 
 
-def test_all_ranks_make_the_same_batches_in_the_same_order_and_the_first_one_reports(group: Make) -> None:
+def test_all_ranks_run_the_same_batches_and_only_rank_0_reports_tasks(group: Make) -> None:
     stages = Count(), Count()
     ranks = group(*stages)
     runs = [ranks.begin(tag=tag, steps=5 + tag, priority=tag % 2) for tag in range(4)]
@@ -198,7 +198,7 @@ def test_all_ranks_make_the_same_batches_in_the_same_order_and_the_first_one_rep
     assert reports[-1].time.exchange_s % 2 == 0, "of each its own"
 
 
-def test_what_one_rank_cannot_begin_ends_everywhere_with_its_error(group: Make) -> None:
+def test_task_that_one_rank_cannot_start_fails_on_all_ranks(group: Make) -> None:
     class Picky(Count):
         def verify(self, task: Any) -> None:
             if task.params["tag"] == 1:
@@ -214,7 +214,7 @@ def test_what_one_rank_cannot_begin_ends_everywhere_with_its_error(group: Make) 
     assert stages[0].order == stages[1].order == [0, 0, 0]
 
 
-def test_a_step_that_one_rank_cannot_make_fails_for_all_and_later_tasks_go_on(group: Make) -> None:
+def test_step_that_fails_on_one_rank_fails_the_task_on_all_ranks(group: Make) -> None:
     stages = Count(), Count(raises=lambda size: TransientError("full"), fail_at=2)
     ranks = group(*stages)
     failed = ranks.outcome(ranks.begin(tag=0, steps=3))
@@ -223,7 +223,7 @@ def test_a_step_that_one_rank_cannot_make_fails_for_all_and_later_tasks_go_on(gr
     assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), TaskCompleted)
 
 
-def test_a_cancel_that_the_first_rank_hears_stops_all(group: Make) -> None:
+def test_cancel_received_by_rank_0_stops_all_ranks(group: Make) -> None:
     stages = Count(), Count()
     ranks = group(*stages)
     long = ranks.begin(tag=0, steps=10**9)
@@ -234,7 +234,7 @@ def test_a_cancel_that_the_first_rank_hears_stops_all(group: Make) -> None:
     assert stages[0].batches == stages[1].batches
 
 
-def test_a_cancel_amid_a_step_ends_a_task_behind_that_step_on_all(group: Make) -> None:
+def test_cancel_during_a_step_stops_all_ranks_after_that_step(group: Make) -> None:
     amid, go_on = threading.Barrier(3), threading.Event()
 
     class Held(Count):
@@ -255,7 +255,7 @@ def test_a_cancel_amid_a_step_ends_a_task_behind_that_step_on_all(group: Make) -
     assert stages[0].batches == stages[1].batches == [[0], [0], [0], [1]]
 
 
-def test_a_saved_state_that_one_rank_cannot_read_is_made_anew_by_all(group: Make) -> None:
+def test_checkpoint_unreadable_on_one_rank_restarts_the_task_on_all(group: Make) -> None:
     class Forgets(Count):
         def resume(self, task: Any, saved: Any) -> Any:
             raise ValueError("unreadable")
@@ -275,9 +275,7 @@ def test_a_saved_state_that_one_rank_cannot_read_is_made_anew_by_all(group: Make
     assert len(stages[0].batches) == len(stages[1].batches) == 9
 
 
-def test_a_task_waits_on_all_ranks_while_one_cannot_have_its_upload(
-    group: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_waits_on_all_ranks_while_one_cannot_read_its_upload(group: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     class Uploaded(Count):
         uploads = ("image",)
 
@@ -300,7 +298,7 @@ def test_a_task_waits_on_all_ranks_while_one_cannot_have_its_upload(
 
 
 @pytest.mark.parametrize("sloppy", [0, 1])
-def test_where_a_batch_differs_on_one_rank_no_rank_shares_it(group: Make, sloppy: int) -> None:
+def test_batch_that_differs_on_one_rank_is_not_shared_on_any(group: Make, sloppy: int) -> None:
     stages = [Shared(), Shared()]
     stages[sloppy].sloppy = 2
     ranks = group(*stages, exact=True)
@@ -317,7 +315,7 @@ verdicts = st.one_of(st.integers(0, 3), st.builds(TaskWaits, claims), failed)
 
 
 @given(st.lists(st.lists(verdicts, min_size=2, max_size=2), min_size=2, max_size=4))
-def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(said: list[list[Any]]) -> None:
+def test_ranks_agree_and_start_only_tasks_that_all_can_start(said: list[list[Any]]) -> None:
     class Heard:
         size, rank, waited_s = 2, 0, 0.0
 
@@ -349,7 +347,7 @@ def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(
     ],
     ids=["version", "device", "weights"],
 )
-def test_ranks_that_would_make_other_bytes_do_not_begin(outcome: dict[str, str], pools: list[str]) -> None:
+def test_ranks_with_different_numerics_do_not_start(outcome: dict[str, str], pools: list[str]) -> None:
     class Others:
         def exchange(self, own: bytes) -> list[bytes]:
             return [own, own, other]
@@ -426,7 +424,7 @@ class Pieces:
             self.ranks.until(lambda rank=rank: len(self.answers(rank)) > before, "each rank to answer")
 
 
-def test_all_ranks_take_pieces_of_an_input_between_the_same_steps(group: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_receive_input_pieces_between_the_same_steps(group: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a task that runs meanwhile, since what is taken needs room, of which all ranks have equally much."""
     stages = Taker(), Taker()
     ranks = group(*stages)
@@ -445,7 +443,9 @@ def test_all_ranks_take_pieces_of_an_input_between_the_same_steps(group: Make, m
     assert not any(loop._factory.receives for loop in ranks.loops)
 
 
-def test_what_one_rank_cannot_take_all_drop_in_the_same_turn(group: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_that_one_rank_cannot_receive_is_dropped_by_all_ranks(
+    group: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one that failed keeps what it has until then, or it would have room that others have not."""
     stages = Taker(), Taker(fails=10)
     ranks = group(*stages)
@@ -461,9 +461,7 @@ def test_what_one_rank_cannot_take_all_drop_in_the_same_turn(group: Make, monkey
     assert stages[0].log[3:] == ["drop", "start without what came", "step of 1"]
 
 
-def test_where_a_rank_waits_for_the_results_all_drop_what_they_took(
-    group: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_drop_received_input_if_one_cannot_start_yet(group: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a rank that can begin and one that cannot yet, then both begin without it, since the first has given it up
     with the state that it had made."""
     stages = Taker(), Taker(unavailable=1)

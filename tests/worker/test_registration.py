@@ -22,23 +22,23 @@ from unfuse.worker.registration import choose_ranks, pools_of, require_result_st
     ("role", "pools"),
     [("all", (ENCODE, DENOISE, DECODE)), ("denoiser", (DENOISE,)), ("decoder+encoder", (ENCODE, DECODE))],
 )
-def test_it_serves_the_pools_of_its_roles(role: str, pools: tuple[str, ...]) -> None:
+def test_worker_serves_the_pools_of_its_roles(role: str, pools: tuple[str, ...]) -> None:
     assert pools_of([CARD, CARD], StageSelector(roles_of(role))) == pools
 
 
-def test_a_role_that_no_stage_has_is_named_with_those_there_are() -> None:
+def test_unknown_role_error_lists_the_valid_roles() -> None:
     with pytest.raises(ConfigError, match="no stage has the role sculptor: roles are decoder, denoiser, encoder"):
         pools_of([CARD], StageSelector(roles_of("encoder+sculptor")))
 
 
-def test_a_component_that_no_stage_of_the_role_has_is_refused_with_those_there_are() -> None:
+def test_component_outside_the_role_error_lists_valid_components() -> None:
     with pytest.raises(
         ConfigError, match="no stage matches both --role decoder and --component: components are text_enc"
     ):
         pools_of([CARD], StageSelector(roles_of("decoder"), ("transformer",)))
 
 
-def test_a_resource_that_it_has_not_is_named_with_what_would_give_it() -> None:
+def test_missing_resource_error_names_the_resources_flag() -> None:
     stages = tuple(
         replace(stage, needs={"kv": OutputSize(1)}) for stage in CARD.pipeline.stages if stage.kind == "denoise"
     )
@@ -49,7 +49,7 @@ def test_a_resource_that_it_has_not_is_named_with_what_would_give_it() -> None:
         pools_of([card], StageSelector())
 
 
-def test_what_needs_results_that_are_on_another_machine_is_refused_with_ways_out(tmp_path: Path) -> None:
+def test_role_that_needs_an_unreachable_result_store_is_rejected(tmp_path: Path) -> None:
     url = f"disk:{tmp_path / 'results'}"
     places, stages = StorageLocations(url, results_store_id=store_id(url)), CARD.pipeline.stages
     require_result_store(stages, places)
@@ -77,7 +77,7 @@ DENOISES = tuple(
         ("cpu+cpu", 0, ("cpu+cpu", "denoiser=ulysses:2")),
     ],
 )
-def test_a_worker_chooses_ranks_by_the_devices_it_has(device: str, gpus: int, chosen: tuple[str, str]) -> None:
+def test_auto_parallelism_depends_on_the_available_devices(device: str, gpus: int, chosen: tuple[str, str]) -> None:
     """Those that are named, else all GPUs; devices beyond the ranks are left alone, and the log says so."""
     with capture_logs() as logs:
         assert choose_ranks(device, "auto", gpus, DENOISES) == chosen
@@ -87,6 +87,6 @@ def test_a_worker_chooses_ranks_by_the_devices_it_has(device: str, gpus: int, ch
     assert [line["log_level"] for line in logs[1:]] == ["warning"] * (ranks < there)
 
 
-def test_a_worker_that_is_told_its_ranks_chooses_none() -> None:
+def test_explicit_parallelism_is_not_changed() -> None:
     assert choose_ranks("auto", "denoiser=ulysses:2", 8, DENOISES) == ("auto", "denoiser=ulysses:2")
     assert choose_ranks("cuda:0", "", 8, DENOISES) == ("cuda:0", "")

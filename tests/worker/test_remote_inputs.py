@@ -30,7 +30,7 @@ class Store:
         return ref.id in self.whole
 
 
-async def test_each_waits_for_its_own_object_until_it_is_whole_or_lost() -> None:
+async def test_each_task_waits_for_its_own_object_until_written_or_lost() -> None:
     """Given four who wait for three objects of two owners, one of whom gives up, then each of the others goes on when
     its object is whole or lost, and nobody looks any more; what is whole by its ref is not looked at."""
     store: Any = Store()

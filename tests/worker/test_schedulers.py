@@ -178,7 +178,7 @@ def uncharged(record: RequestRecord) -> None:
     assert {(state.failures, state.crashes) for state in record.context.stages.values()} == {(0, 0)}
 
 
-async def test_a_killed_scheduler_costs_the_tasks_that_run_nothing(model: Path) -> None:
+async def test_killed_scheduler_does_not_disturb_running_tasks(model: Path) -> None:
     async with town(model) as found:
         found.work()
         request = await found.submit()
@@ -191,7 +191,7 @@ async def test_a_killed_scheduler_costs_the_tasks_that_run_nothing(model: Path) 
 
 
 @pytest.mark.parametrize(("missing", "times"), [(TimeoutError, 1), (ConnectionError, 2)])
-async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
+async def test_transfer_counters_are_resent_only_after_a_broken_connection(
     model: Path, monkeypatch: pytest.MonkeyPatch, missing: type[OSError], times: int
 ) -> None:
     """Given a heartbeat without an answer, then what it brought is told again if the connection broke: else it came."""
@@ -217,7 +217,7 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
     assert told[:3] == [*[{"tcp": TransferStats(7)}] * times, *[{}] * (3 - times)]
 
 
-async def test_steps_of_one_moment_are_told_in_one_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_simultaneous_steps_are_reported_in_one_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given tasks that step at one time, then every step is published before its stage is over, and a cancelled task
     ends."""
     monkeypatch.setattr("unfuse.worker.link.GATHER_S", 0.1)
@@ -238,7 +238,7 @@ async def test_steps_of_one_moment_are_told_in_one_message(model: Path, monkeypa
         assert any(len({step.claim for step in message.progress}) > 1 for message in together)
 
 
-async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(
+async def test_output_stream_survives_compute_and_scheduler_crashes(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given an output that is read while it grows, when the compute process is killed, and a scheduler, then a reader
@@ -263,7 +263,7 @@ async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(
         await found.drained()
 
 
-async def test_a_worker_of_all_stages_is_given_the_next_one_with_the_answer_to_the_one_before(model: Path) -> None:
+async def test_next_stage_is_leased_in_the_reply_to_task_completed(model: Path) -> None:
     """Given two of them that both wait for work, then a request stays with the one that began it."""
     async with town(model, 1) as found:
         found.work()
@@ -274,7 +274,7 @@ async def test_a_worker_of_all_stages_is_given_the_next_one_with_the_answer_to_t
         assert len({state.worker for state in record.context.stages.values()}) == 1
 
 
-async def test_a_worker_without_work_asks_for_more_with_the_adapter_that_it_has_loaded(model: Path) -> None:
+async def test_idle_worker_requests_tasks_for_its_loaded_adapter(model: Path) -> None:
     """Given a worker that ran a request with an adapter, and then one without, when it is idle, then it asks for tasks
     with that adapter; before, it asked for any."""
     async with town(model, 1) as found:
@@ -289,7 +289,7 @@ async def test_a_worker_without_work_asks_for_more_with_the_adapter_that_it_has_
         await found.drained()
 
 
-async def test_one_scheduler_that_is_started_again_finds_its_worker_and_what_it_did_meanwhile(model: Path) -> None:
+async def test_restarted_scheduler_receives_work_done_in_the_meantime(model: Path) -> None:
     async with town(model, 1) as found:
         found.work()
         request = await found.submit(steps=20)
@@ -314,7 +314,7 @@ async def test_a_worker_waits_for_schedulers_that_start_after_it(model: Path) ->
         await found.drained()
 
 
-async def test_an_outcome_that_is_refused_for_another_reason_than_its_lease_is_told_again(
+async def test_rejected_task_outcome_is_resent_if_the_lease_is_not_lost(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unfuse.worker.worker.PAUSE_S", 0.05)
@@ -326,7 +326,7 @@ async def test_an_outcome_that_is_refused_for_another_reason_than_its_lease_is_t
         await found.drained()
 
 
-async def test_poison_ends_dead_by_itself_and_its_company_is_not_charged(model: Path) -> None:
+async def test_poison_task_becomes_a_dead_letter_and_others_are_not_charged(model: Path) -> None:
     async with town(model, 1) as found:
         found.work()
         healthy = await found.submit()
@@ -343,7 +343,7 @@ async def test_poison_ends_dead_by_itself_and_its_company_is_not_charged(model: 
         await found.drained()
 
 
-async def test_drained_beside_a_scheduler_that_is_gone_it_finishes_and_tells_the_other(model: Path) -> None:
+async def test_draining_worker_reports_to_the_remaining_scheduler(model: Path) -> None:
     async with town(model) as found:
         worker = found.work(drain_timeout=10.0)
         request = await found.submit()
@@ -359,7 +359,7 @@ async def test_drained_beside_a_scheduler_that_is_gone_it_finishes_and_tells_the
         await found.drained()
 
 
-async def test_what_cannot_be_finished_in_time_is_handed_back_uncharged_to_whoever_is_there(model: Path) -> None:
+async def test_task_over_the_drain_timeout_is_handed_back_uncharged(model: Path) -> None:
     async with town(model) as found:
         worker = found.work(drain_timeout=0.1)
         request = await found.submit()
@@ -374,7 +374,7 @@ async def test_what_cannot_be_finished_in_time_is_handed_back_uncharged_to_whoev
         await found.drained()
 
 
-async def test_a_worker_says_why_it_takes_no_tasks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_reports_why_it_is_unavailable(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a worker that was started before its only scheduler, then what it lacks is that one, then its weights until
     it is registered, then nothing, then the scheduler again; and that it leaves counts more than anything."""
     address, register, before = unix_address(), Worker._register, list[str]()
@@ -404,7 +404,7 @@ async def test_a_worker_says_why_it_takes_no_tasks(model: Path, monkeypatch: pyt
         assert worker.unavailable_reason == "the worker is draining"
 
 
-async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_for_one(model: Path) -> None:
+async def test_draining_worker_exits_without_any_scheduler(model: Path) -> None:
     async with town(model, 1) as found:
         worker = found.work(drain_timeout=0.1)
         await found.over(await found.submit(steps=1))
@@ -415,7 +415,7 @@ async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_
         await asyncio.gather(*found.workers)  # ends, without an error
 
 
-async def test_no_start_over_tcp_without_keys(model: Path) -> None:
+async def test_worker_over_tcp_without_keys_raises_config_error(model: Path) -> None:
     with pytest.raises(ConfigError, match="copy worker.key from the scheduler"):
         Worker(a_worker(unix_address(), "tcp://127.0.0.1:1", arena=1 << 20))
 
@@ -482,7 +482,7 @@ async def beat(link: SchedulerLink) -> HeartbeatReply:
             return answer
 
 
-async def test_a_killed_process_is_left_at_once_for_the_next_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_link_fails_over_at_once_from_killed_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.worker.link.ANSWER_S", 10_000.0)  # no answer is overdue in this test
     async with linked(2) as (link, (first, second), here, renewed):
         await link.register(HELLO)
@@ -495,7 +495,7 @@ async def test_a_killed_process_is_left_at_once_for_the_next_that_lives(monkeypa
         assert renewed.is_set()
 
 
-async def test_calls_in_flight_are_all_said_again_elsewhere() -> None:
+async def test_calls_in_flight_are_resent_to_the_next_scheduler() -> None:
     async with linked(1) as (link, (first,), here, _):
         await link.register(HELLO)
         first.send_signal(signal.SIGSTOP)  # it hears, and answers no more
@@ -512,7 +512,7 @@ async def test_calls_in_flight_are_all_said_again_elsewhere() -> None:
         assert sum(isinstance(message, Register) for message in here.heard) == 1
 
 
-async def test_a_silent_one_is_left_after_two_missed_heartbeats() -> None:
+async def test_link_fails_over_after_two_missed_heartbeats() -> None:
     async with linked(1) as (link, (first,), here, _):
         await link.register(HELLO)
         first.send_signal(signal.SIGSTOP)
@@ -525,7 +525,7 @@ async def test_a_silent_one_is_left_after_two_missed_heartbeats() -> None:
         first.send_signal(signal.SIGCONT)
 
 
-async def test_a_miss_is_forgiven_with_the_next_answer() -> None:
+async def test_missed_heartbeat_count_resets_with_the_next_reply() -> None:
     async with linked(1) as (link, (first,), here, _):
         await link.register(HELLO)
         for _ in range(3):

@@ -22,7 +22,7 @@ from unfuse.worker.status_reporter import StatusReporter
 Reported = tuple[StatusReporter, list[RankStatus]]
 
 
-def test_the_share_nears_what_is_and_forgets_what_was() -> None:
+def test_utilization_is_an_exponential_moving_average() -> None:
     times = [0.0]
     share = BusyShare(lambda: times[0])
     assert share.utilization == 0.0
@@ -37,7 +37,7 @@ def test_the_share_nears_what_is_and_forgets_what_was() -> None:
     assert share.utilization == pytest.approx(0.368, abs=0.001)
 
 
-def test_half_of_the_time_is_half() -> None:
+def test_utilization_is_half_if_busy_half_of_the_time() -> None:
     times = [0.0]
     share = BusyShare(lambda: times[0])
     for number in range(2000):
@@ -46,13 +46,13 @@ def test_half_of_the_time_is_half() -> None:
     assert share.utilization == pytest.approx(0.5, abs=0.01)
 
 
-def test_memory_is_that_of_processes_that_are_there() -> None:
+def test_resident_memory_ignores_missing_processes() -> None:
     own = resident([os.getpid()])
     assert own > PAGE * 100
     assert resident([os.getpid(), 0, 1 << 30]) == pytest.approx(own, rel=0.2)
 
 
-def test_the_memory_of_a_gpu_is_what_torch_has_taken_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_is_the_memory_reserved_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is not there: torch's answer is set."""
     assert device_memory("cpu")() == 0
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: {"cuda:1": 5 << 30}[device])
@@ -78,7 +78,7 @@ def reporter(
     return made, sent
 
 
-def test_what_stages_share_is_reported_once_and_several_models_are_summed() -> None:
+def test_kv_cache_shared_by_stages_is_reported_once_and_models_summed() -> None:
     """Given both stages of one model, one of another, and one without texts, then blocks of both models are summed."""
     one, other = Texts(10), Texts(5)
     status, sent = reporter(one, one, other, None)
@@ -94,7 +94,7 @@ def test_what_stages_share_is_reported_once_and_several_models_are_summed() -> N
     ]
 
 
-def test_a_busy_process_reports_now_and_then_and_the_rest_before_it_waits() -> None:
+def test_status_is_rate_limited_while_busy_and_flushed_when_idle() -> None:
     texts = Texts(10)
     status, sent = reporter(texts)
     for texts.used in range(1, 4):
@@ -105,7 +105,7 @@ def test_a_busy_process_reports_now_and_then_and_the_rest_before_it_waits() -> N
     assert [one.texts and one.texts.used for one in sent] == [1, 3]
 
 
-def test_a_process_reports_how_requests_share_forwards_and_the_memory_of_its_gpu() -> None:
+def test_batch_invariance_stats_and_gpu_memory_are_reported() -> None:
     sharing = {"pool": BatchInvarianceStats(4)}
     status, sent = reporter(sharing=sharing, memory=5)
     status.report(busy=False)
@@ -117,13 +117,13 @@ def test_a_process_reports_how_requests_share_forwards_and_the_memory_of_its_gpu
     ]
 
 
-def test_a_process_without_anything_to_report_sends_nothing() -> None:
+def test_nothing_to_report_sends_no_status() -> None:
     status, sent = reporter(None)
     status.report(busy=False)
     assert not sent
 
 
-def test_a_worker_computes_on_what_torch_found_and_its_ranks_on_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_device_is_the_accelerator_and_each_rank_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices are not there: torch's answers are set."""
 
     def on(ranks: int = 1, rank: int = 0, device: str = "auto") -> str:

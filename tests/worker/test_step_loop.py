@@ -250,7 +250,7 @@ def grown(folder: Path, **options: Any) -> tuple[Bench, Count]:
     return loop, count
 
 
-def test_who_waits_lets_others_go_first_whatever_their_priority(tmp_path: Path) -> None:
+def test_waiting_task_yields_to_others_regardless_of_priority(tmp_path: Path) -> None:
     """Given an urgent task that waits for something, then others step; where nobody else is left, it does."""
 
     class Waiting(Count):
@@ -326,7 +326,7 @@ def found(loop: Bench, lease: Lease) -> list[float]:
         return [float(one) for one in held["found"]]  # type: ignore[union-attr]
 
 
-def test_an_exact_loop_compares_before_it_shares_and_remembers_what_it_found(tmp_path: Path) -> None:
+def test_exact_loop_compares_before_batching_and_stores_the_result(tmp_path: Path) -> None:
     stage = Shared()
     loop = exact(tmp_path, stage)
     leases = [loop.run(tag=tag, steps=TRUSTED_AFTER + 2) for tag in (1, 2, 3, 4)]
@@ -342,7 +342,7 @@ def test_an_exact_loop_compares_before_it_shares_and_remembers_what_it_found(tmp
     assert again.batches == [[4, 5, 6, 7]], "another process, later"
 
 
-def test_texts_that_may_not_share_a_forward_take_turns_and_other_tasks_do_not(tmp_path: Path) -> None:
+def test_unbatchable_texts_run_round_robin_and_other_tasks_in_order(tmp_path: Path) -> None:
     for together, batches in ((True, [[-1], [-2], [-3]] * 3), (False, [[-1]] * 3 + [[-2]] * 3 + [[-3]] * 3)):
         stage = Shared()
         stage.all_together = together
@@ -352,7 +352,7 @@ def test_texts_that_may_not_share_a_forward_take_turns_and_other_tasks_do_not(tm
         assert stage.batches == batches
 
 
-def test_where_mates_change_a_byte_nobody_gets_that_byte(tmp_path: Path) -> None:
+def test_batch_that_changes_bytes_is_never_used_for_results(tmp_path: Path) -> None:
     stage = Shared(sloppy=4)
     loop = exact(tmp_path, stage)
     leases = [loop.run(tag=tag, steps=8) for tag in (1, 2, 3, 4)]
@@ -383,7 +383,7 @@ def share_of(loop: Bench, lease: Lease) -> float:
     return done.timings.share_s
 
 
-def test_who_share_a_forward_share_its_seconds_whatever_sizes_they_were_in(
+def test_tasks_in_a_batch_are_charged_their_share_of_its_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = Timed(monkeypatch)
@@ -396,7 +396,7 @@ def test_who_share_a_forward_share_its_seconds_whatever_sizes_they_were_in(
     assert sum(shares) == pytest.approx(stage.seconds, abs=0.5)
 
 
-def test_a_comparison_is_on_nobody_s_bill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invariance_comparisons_are_not_charged_to_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Timed(monkeypatch)
     loop = exact(tmp_path, stage, batch=2)
     leases = [loop.run(tag=tag, steps=1) for tag in (1, 2)]
@@ -405,7 +405,7 @@ def test_a_comparison_is_on_nobody_s_bill(tmp_path: Path, monkeypatch: pytest.Mo
     assert shares == [pytest.approx(1.0, abs=0.4)] * 2
 
 
-def test_an_exact_loop_uses_few_sizes_whatever_the_setting_so_that_they_are_soon_compared(tmp_path: Path) -> None:
+def test_exact_loop_uses_only_power_of_two_batch_sizes(tmp_path: Path) -> None:
     stage = Shared()
     loop = exact(tmp_path, stage, batch=7)
     own = loop.store, loop.results, loop.inbox, loop.sent.append
@@ -415,7 +415,7 @@ def test_an_exact_loop_uses_few_sizes_whatever_the_setting_so_that_they_are_soon
     assert {1, 2, 4} >= {len(batch) for batch in stage.batches} > {1}
 
 
-def test_only_what_is_alike_shares_a_forward_and_nothing_where_a_stage_cannot_tell(tmp_path: Path) -> None:
+def test_only_tasks_with_equal_exact_batch_keys_share_a_forward(tmp_path: Path) -> None:
     stage = Shared()
     loop = exact(tmp_path, stage)
     for lease in [loop.run(tag=tag, steps=5) for tag in (1, 11, 2, 12, -1, -2)]:
@@ -423,7 +423,7 @@ def test_only_what_is_alike_shares_a_forward_and_nothing_where_a_stage_cannot_te
     assert {tuple(sorted(batch)) for batch in stage.batches if len(batch) > 1} == {(1, 2), (11, 12)}
 
 
-def test_a_comparison_that_runs_out_of_memory_costs_nobody_anything(tmp_path: Path) -> None:
+def test_comparison_that_runs_out_of_memory_does_not_affect_tasks(tmp_path: Path) -> None:
     stage = Shared(raises=lambda size: torch.OutOfMemoryError() if size > 2 else None)
     loop = exact(tmp_path, stage)
     leases = [loop.run(tag=tag, steps=8) for tag in (1, 2, 3, 4)]
@@ -431,7 +431,7 @@ def test_a_comparison_that_runs_out_of_memory_costs_nobody_anything(tmp_path: Pa
     assert max(map(len, stage.batches)) == 2
 
 
-def test_halves_that_do_not_fit_together_are_tried_apart(tmp_path: Path) -> None:
+def test_fused_cfg_halves_that_run_out_of_memory_run_separately(tmp_path: Path) -> None:
     stage = Shared()
     loop = exact(tmp_path, stage)
     stage.differs_alone = True
@@ -443,7 +443,7 @@ def test_halves_that_do_not_fit_together_are_tried_apart(tmp_path: Path) -> None
     assert found(loop, lease) == [float(1 + step) for step in range(TRUSTED_AFTER + 3)]
 
 
-def test_a_comparison_that_fails_is_not_tried_again(tmp_path: Path) -> None:
+def test_failed_comparison_is_not_retried(tmp_path: Path) -> None:
     asked = Counter[int]()
 
     def fails(size: int) -> Exception | None:
@@ -456,7 +456,7 @@ def test_a_comparison_that_fails_is_not_tried_again(tmp_path: Path) -> None:
     assert asked[2] == 1
 
 
-def test_a_stepped_task_runs_step_by_step_and_its_output_can_be_read(tmp_path: Path) -> None:
+def test_stepped_task_completes_with_readable_output(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     done = loop.outcome(loop.run(steps=5))
     assert isinstance(done, TaskCompleted)
@@ -468,7 +468,7 @@ def test_a_stepped_task_runs_step_by_step_and_its_output_can_be_read(tmp_path: P
     assert (done.timings.steps, done.timings.resumed) == (5, 0)
 
 
-def test_every_step_is_reported_once_and_the_beginning_first(tmp_path: Path) -> None:
+def test_start_and_every_step_are_reported_once_in_order(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     lease = loop.run(steps=50)
     loop.outcome(lease)
@@ -479,7 +479,7 @@ def test_every_step_is_reported_once_and_the_beginning_first(tmp_path: Path) -> 
     assert len(reports) < 50  # quick steps share a message
 
 
-def test_a_final_plain_stage_writes_its_results_before_it_says_done(tmp_path: Path) -> None:
+def test_final_stage_writes_its_results_before_completion(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     lease = loop.run("print")
     done = loop.outcome(lease)
@@ -488,7 +488,7 @@ def test_a_final_plain_stage_writes_its_results_before_it_says_done(tmp_path: Pa
     assert loop.results.read(lease.task.request, 0) == b"tensor([0., 0., 0.])"
 
 
-def test_the_more_urgent_task_goes_first_and_equals_in_order_of_arrival(tmp_path: Path) -> None:
+def test_tasks_run_by_priority_then_in_order_of_arrival(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     leases = [loop.run(tag=1), loop.run(tag=2), loop.run(tag=3, priority=5)]
     for lease in leases:
@@ -496,7 +496,7 @@ def test_the_more_urgent_task_goes_first_and_equals_in_order_of_arrival(tmp_path
     assert count.order == [3, 3, 3, 1, 1, 1, 2, 2, 2]
 
 
-def test_a_cancelled_task_stops_at_its_next_step_and_its_mates_go_on(tmp_path: Path) -> None:
+def test_cancelled_task_stops_at_its_next_step_and_others_continue(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     first, second = loop.run(steps=900, tag=1), loop.run(steps=2, tag=2)
     loop.turn()
@@ -508,7 +508,7 @@ def test_a_cancelled_task_stops_at_its_next_step_and_its_mates_go_on(tmp_path: P
     assert (stopped.timings.steps, stopped.timings.share_s) == (1, stopped.timings.run_s) != (1, 0.0)
 
 
-def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
+def test_cancel_of_a_completed_task_is_ignored(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     lease = loop.run()
     loop.outcome(lease)
@@ -532,7 +532,7 @@ def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
+def test_exception_type_decides_the_reported_failure_kind(
     tmp_path: Path, error: Exception, kind: str, says: str
 ) -> None:
     loop, count = bench(tmp_path, raises=lambda _: error, fail_at=2)
@@ -545,7 +545,7 @@ def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
     assert isinstance(loop.outcome(loop.run()), TaskCompleted)
 
 
-def test_a_lost_input_is_named(tmp_path: Path) -> None:
+def test_lost_input_is_reported_with_its_object_id(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     loop.store.delete(loop.input)
     failed = loop.outcome(loop.run())
@@ -553,7 +553,7 @@ def test_a_lost_input_is_named(tmp_path: Path) -> None:
     assert (failed.kind, failed.object_id) == ("object_lost", loop.input.id)
 
 
-def test_wrong_inputs_fail_the_request_at_once(tmp_path: Path) -> None:
+def test_wrong_inputs_fail_the_task_permanently(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     other = loop.store.put({"y": np.zeros(1)}, request=new_request_id(), stage="before", attempt=1)
     failed = loop.outcome(loop.run("count", other))
@@ -562,7 +562,7 @@ def test_wrong_inputs_fail_the_request_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["done", "failed", "stopped"])
-def test_inputs_are_let_go_however_a_task_ends(tmp_path: Path, ending: str) -> None:
+def test_inputs_are_released_whether_a_task_completes_fails_or_stops(tmp_path: Path, ending: str) -> None:
     loop, _ = bench(tmp_path, raises=lambda _: PermanentError("no"), fail_at=1 if ending == "failed" else -1)
     lease = loop.run()
     if ending == "stopped":
@@ -573,7 +573,7 @@ def test_inputs_are_let_go_however_a_task_ends(tmp_path: Path, ending: str) -> N
     assert loop.store.usage().used == 0
 
 
-def test_tasks_of_one_key_share_their_steps_and_join_and_leave_between_them(tmp_path: Path) -> None:
+def test_tasks_of_one_batch_key_join_and_leave_between_steps(tmp_path: Path) -> None:
     loop, count = grown(tmp_path)
     leases = [loop.run(tag=1, steps=2), loop.run(tag=2, steps=4)]
     loop.turn()
@@ -588,7 +588,7 @@ def test_tasks_of_one_key_share_their_steps_and_join_and_leave_between_them(tmp_
     assert count.batches == [[1, 2], [1, 2, 3], [2, 3], [2], [4], [4]]
 
 
-def test_pools_take_turns_so_that_none_waits_for_the_end_of_another_s_task(tmp_path: Path) -> None:
+def test_pools_run_round_robin_and_urgent_tasks_first(tmp_path: Path) -> None:
     """Given a long task, then what comes later of another stage is done beside it, and what is urgent before both."""
     loop, count = bench(tmp_path)
     loop.loop._factory._stages["other"] = other = Count()
@@ -604,7 +604,7 @@ def test_pools_take_turns_so_that_none_waits_for_the_end_of_another_s_task(tmp_p
     assert isinstance(loop.outcome(long), TaskCompleted)
 
 
-def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> None:
+def test_one_step_tasks_run_before_the_next_step_of_longer_tasks(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     long = loop.run(tag=1, steps=5)
     loop.turn()
@@ -621,7 +621,7 @@ def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(0, {20}), (6, {6})])
-def test_where_all_go_together_nobody_waits_to_see_whether_it_pays(tmp_path: Path, most: int, sizes: set[int]) -> None:
+def test_all_together_stage_batches_all_tasks_from_the_first_step(tmp_path: Path, most: int, sizes: set[int]) -> None:
     """Given twenty tasks of such a stage, when nobody says how many may share a forward, then all do from the first."""
     loop, count = bench(tmp_path, batch=most)
     count.all_together = True
@@ -633,7 +633,7 @@ def test_where_all_go_together_nobody_waits_to_see_whether_it_pays(tmp_path: Pat
         assert isinstance(loop.outcome(lease), TaskCompleted)
 
 
-def test_all_go_together_as_far_as_there_is_memory(tmp_path: Path) -> None:
+def test_all_together_batch_shrinks_to_fit_in_memory(tmp_path: Path) -> None:
     loop, count = bench(
         tmp_path, batch=0, raises=lambda size: torch.OutOfMemoryError() if size > 5 else None, fail_at=2
     )
@@ -644,7 +644,7 @@ def test_all_go_together_as_far_as_there_is_memory(tmp_path: Path) -> None:
     assert {len(batch) for batch in count.batches[1:]} == {5}
 
 
-def test_a_long_prompt_does_not_wait_until_no_text_is_written(tmp_path: Path) -> None:
+def test_long_prompt_prefill_alternates_with_decoding(tmp_path: Path) -> None:
     """Given a text that is written, when a prompt of several chunks comes, then they take turns."""
     loop = Bench(tmp_path, {"print": Grow(), "count": Count()}, 1)
     loop.loop._factory._stages["print"].texts = loop.loop._factory._stages["count"].texts = Texts()
@@ -655,7 +655,7 @@ def test_a_long_prompt_does_not_wait_until_no_text_is_written(tmp_path: Path) ->
     assert isinstance(loop.outcome(text), TaskCompleted)
 
 
-def test_who_waits_for_room_lets_those_go_on_who_have_it(tmp_path: Path) -> None:
+def test_prefill_that_waits_for_memory_lets_decoding_finish(tmp_path: Path) -> None:
     """Given a text that is written, when a short prompt comes for which there is no room before that ends, then it
     ends, and the prompt is computed."""
 
@@ -675,14 +675,14 @@ def test_who_waits_for_room_lets_those_go_on_who_have_it(tmp_path: Path) -> None
     assert ended()
 
 
-def test_an_exact_loop_steps_everyone_alone(tmp_path: Path) -> None:
+def test_batch_size_1_runs_each_task_alone(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     for lease in [loop.run(tag=tag) for tag in (1, 2)]:
         loop.outcome(lease)
     assert count.batches == [[1], [1], [1], [2], [2], [2]]
 
 
-def test_what_runs_steps_aside_for_what_is_more_urgent_and_then_goes_on(tmp_path: Path) -> None:
+def test_running_batch_is_preempted_by_a_more_urgent_task_and_resumes(tmp_path: Path) -> None:
     loop, count = grown(tmp_path)
     patient = [loop.run(tag=1, steps=3), loop.run(tag=2, steps=3)]
     loop.turn()
@@ -692,7 +692,7 @@ def test_what_runs_steps_aside_for_what_is_more_urgent_and_then_goes_on(tmp_path
     assert count.batches == [[1, 2], [9], [9], [1, 2], [1, 2]]
 
 
-def test_a_task_that_cannot_go_on_leaves_its_mates_where_they_are(tmp_path: Path) -> None:
+def test_task_that_fails_in_a_batch_does_not_affect_the_others(tmp_path: Path) -> None:
     loop, count = grown(tmp_path, returns=PermanentError("not finite at step 2 of 3"), fail_at=2)
     bad, good = loop.run(tag=0), loop.run(tag=1)
     failed = loop.outcome(bad)
@@ -702,7 +702,7 @@ def test_a_task_that_cannot_go_on_leaves_its_mates_where_they_are(tmp_path: Path
     assert count.batches == [[0, 1], [0, 1], [1]]
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_everyone_gets_through(tmp_path: Path) -> None:
+def test_batch_that_runs_out_of_memory_is_halved_and_all_tasks_complete(tmp_path: Path) -> None:
     loop, count = grown(tmp_path, raises=lambda size: torch.OutOfMemoryError() if size > 2 else None, fail_at=2)
     leases = [loop.run(tag=tag) for tag in range(1, 5)]
     for lease in leases:
@@ -711,13 +711,13 @@ def test_a_batch_that_does_not_fit_is_halved_and_everyone_gets_through(tmp_path:
     assert all(len(batch) <= 2 for batch in count.batches[1:])
 
 
-def test_when_a_batch_fails_each_is_tried_alone_and_the_innocent_are_not_charged(tmp_path: Path) -> None:
+def test_tasks_of_a_failed_batch_are_retried_one_by_one(tmp_path: Path) -> None:
     loop, _ = grown(tmp_path, raises=lambda size: RuntimeError("bad mate") if size > 1 else None, fail_at=1)
     leases = [loop.run(tag=tag) for tag in (1, 2, 3)]
     assert all(isinstance(loop.outcome(lease), TaskCompleted) for lease in leases)
 
 
-def test_previews_are_attached_every_so_many_steps_and_told_with_them(tmp_path: Path) -> None:
+def test_previews_are_attached_and_reported_every_n_steps(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path, fail_at=4)
     lease = loop.run(steps=7, preview_every=2)
     assert isinstance(loop.outcome(lease), TaskCompleted)
@@ -727,7 +727,7 @@ def test_previews_are_attached_every_so_many_steps_and_told_with_them(tmp_path: 
     assert loop.results.attached(lease.task.request, "preview-stage-6") == b"step 6"
 
 
-def test_nobody_who_did_not_ask_gets_a_preview(tmp_path: Path) -> None:
+def test_no_previews_are_created_by_default(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     lease = loop.run(steps=4)
     loop.outcome(lease)
@@ -744,7 +744,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
-def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
+def test_result_parts_are_stored_before_their_steps_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unfuse.worker.step_loop.PROGRESS_INTERVAL_S", 0.0)
@@ -766,7 +766,7 @@ def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
 
 
 @pytest.mark.parametrize("recorded", [(), (b"step 1",)])
-def test_what_a_stage_grows_by_is_told_behind_what_is_recorded_and_before_its_end(
+def test_output_deltas_continue_the_recorded_ones_before_completion(
     recorded: tuple[bytes, ...], tmp_path: Path
 ) -> None:
     loop = Bench(tmp_path, {"count": Speak()}, 1)
@@ -780,7 +780,7 @@ def test_what_a_stage_grows_by_is_told_behind_what_is_recorded_and_before_its_en
 
 
 @pytest.mark.parametrize("pieces", [[b"x"] * (MAX_DELTAS_PER_MESSAGE + 1), [bytes(MAX_DELTA_BYTES + 1)]])
-def test_a_stage_that_grows_by_more_than_can_be_recorded_fails_for_good(pieces: list[bytes], tmp_path: Path) -> None:
+def test_output_deltas_over_the_limit_fail_the_task_permanently(pieces: list[bytes], tmp_path: Path) -> None:
     speak = Speak()
     speak.new_chunks = lambda state: pieces  # type: ignore[method-assign]
     loop = Bench(tmp_path, {"count": speak}, 1)
@@ -790,7 +790,7 @@ def test_a_stage_that_grows_by_more_than_can_be_recorded_fails_for_good(pieces: 
 
 
 @pytest.mark.parametrize(("missing", "kept"), [(None, ["a", "b"]), (0, ["b"])])
-def test_a_task_goes_on_whether_its_prefix_blocks_are_kept_or_not(
+def test_task_completes_even_if_a_prefix_block_cannot_be_stored(
     missing: int | None, kept: list[str], tmp_path: Path
 ) -> None:
     loop = Bench(tmp_path, {"count": Blocks(missing)}, batch=1)
@@ -800,7 +800,7 @@ def test_a_task_goes_on_whether_its_prefix_blocks_are_kept_or_not(
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_prefix_blocks_are_stored_under_the_keys_that_a_task_has_or_adds(tmp_path: Path, overlapped: bool) -> None:
+def test_prefix_blocks_are_stored_under_given_or_digest_keys(tmp_path: Path, overlapped: bool) -> None:
     """Given a task with a key for its first block, when it may add others, then those have the keys of their digests in
     its space, and each is there when it is told of."""
     loop = Bench(tmp_path, {"count": Blocks()}, 1, overlapped)
@@ -812,7 +812,7 @@ def test_prefix_blocks_are_stored_under_the_keys_that_a_task_has_or_adds(tmp_pat
     assert [loop.store.get(said.output)["x"].item() for said in kept] == [0, 1, 2]
 
 
-def test_a_task_knows_whether_what_it_adds_has_the_bytes_of_others(tmp_path: Path) -> None:
+def test_prefix_is_not_extended_from_a_reduced_precision_input(tmp_path: Path) -> None:
     """Not behind an input that was stored in fewer bits, and not where nobody asks for it."""
     given = list[bool]()
 
@@ -829,13 +829,13 @@ def test_a_task_knows_whether_what_it_adds_has_the_bytes_of_others(tmp_path: Pat
     assert given == [True, False, False]
 
 
-def test_a_step_that_adds_nothing_leaves_no_part(tmp_path: Path) -> None:
+def test_step_without_a_fragment_stores_no_part(tmp_path: Path) -> None:
     loop, _ = growing(tmp_path, fail_at=2)
     assert isinstance(loop.outcome(loop.run("print", steps=4)), TaskCompleted)
     assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-3", "0"}
 
 
-def test_after_a_part_that_cannot_be_stored_none_follows_and_the_result_is_whole(
+def test_no_parts_are_stored_after_one_fails_and_result_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, _ = growing(tmp_path)
@@ -853,7 +853,7 @@ def test_after_a_part_that_cannot_be_stored_none_follows_and_the_result_is_whole
     assert loop.results.read(lease.task.request, 0) == b"whole"
 
 
-def test_a_task_that_is_dropped_takes_its_parts_along_and_no_other_s(tmp_path: Path) -> None:
+def test_cancelled_task_deletes_only_its_own_parts(tmp_path: Path) -> None:
     loop, _ = growing(tmp_path)
     lease = loop.run("print", steps=4)
     loop.results.attach(lease.task.request, "part-11-1", b"of a later attempt")
@@ -867,7 +867,7 @@ def test_a_task_that_is_dropped_takes_its_parts_along_and_no_other_s(tmp_path: P
     assert names(tmp_path) == {"attached-part-11-1"}
 
 
-def test_a_task_is_dropped_also_when_its_parts_cannot_be_deleted(
+def test_cancelled_task_stops_even_if_its_parts_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, _ = growing(tmp_path)
@@ -882,7 +882,7 @@ def test_a_task_is_dropped_also_when_its_parts_cannot_be_deleted(
     assert isinstance(loop.outcome(lease), TaskStopped)
 
 
-def test_who_ends_requests_in_many_steps_goes_before_the_others_and_behind_what_takes_one(tmp_path: Path) -> None:
+def test_final_stages_run_after_one_step_tasks_and_before_the_others(tmp_path: Path) -> None:
     order: list[str] = []
 
     class Noted(Count):
@@ -904,7 +904,7 @@ def test_who_ends_requests_in_many_steps_goes_before_the_others_and_behind_what_
     assert order == ["grow", "count", *["grow"] * 3, *["count"] * 3]
 
 
-def test_a_stage_gets_the_uploads_it_names(tmp_path: Path) -> None:
+def test_stage_receives_the_uploads_it_declares(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     count.uploads = ("image",)
     lease = loop.run()
@@ -941,7 +941,9 @@ def waits(loop: Bench, lease: Lease, tries: int = 1) -> None:
 
 
 class TestAResultStoreWithoutRoom:
-    def test_has_what_is_made_wait_and_other_tasks_go_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_full_result_store_makes_results_wait_while_other_tasks_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         loop, count = bench(tmp_path)
         place = Full(loop, monkeypatch)
         waiting = [loop.run("print"), loop.run("print")]
@@ -956,7 +958,9 @@ class TestAResultStoreWithoutRoom:
             assert loop.results.read(lease.task.request, done.results[0].index) == b"tensor([0., 0., 0.])"
         assert not any(isinstance(message, TaskFailed) for message in loop.sent)
 
-    def test_keeps_no_cancellation_waiting(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_task_that_waits_for_a_full_result_store_can_be_cancelled(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         loop, _ = bench(tmp_path)
         place = Full(loop, monkeypatch)
         lease = loop.run("print")
@@ -968,7 +972,7 @@ class TestAResultStoreWithoutRoom:
         assert isinstance(loop.outcome(loop.run("print")), TaskCompleted)
         assert not list(tmp_path.glob(f"{lease.task.request}/*"))
 
-    def test_that_cannot_be_reached_has_a_task_wait_for_its_upload(
+    def test_task_waits_for_its_upload_if_the_result_store_is_unreachable(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         loop, count = bench(tmp_path)
@@ -983,7 +987,7 @@ class TestAResultStoreWithoutRoom:
         assert count.uploaded == [b"picture"]
 
 
-def test_what_one_loop_decides_another_one_carries_out_alike(tmp_path: Path) -> None:
+def test_step_plan_of_one_loop_runs_identically_in_another(tmp_path: Path) -> None:
     """Given two loops that are given the same tasks, when the turns of the first are carried out by both, then both
     make the same steps in the same company, and the same outputs."""
     stages = Count(), Count()

@@ -165,7 +165,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 12), TEXTS, st.none() | st.integers
 @pytest.mark.parametrize("exact", [False, True], ids=["batched", "exact"])
 @settings(deadline=None)
 @given(arrivals=ARRIVALS, seed=st.integers(0, 9))
-def test_whatever_comes_and_goes_each_text_has_its_tokens(
+def test_each_text_has_its_own_tokens_under_arrivals_and_cancels(
     arrivals: list[tuple[int, dict[str, Any], int | None]], seed: int, exact: bool, overlapped: bool
 ) -> None:
     """Given texts that come and are cancelled at any turn, when a loop of either kind makes them, then each has the
@@ -196,7 +196,7 @@ def test_whatever_comes_and_goes_each_text_has_its_tokens(
         assert talk.left == talk.started
 
 
-def test_the_next_token_is_made_while_the_last_one_is_told(tmp_path: Path) -> None:
+def test_next_token_is_computed_while_the_last_one_is_reported(tmp_path: Path) -> None:
     """Given forwards that each end only when the token of before is being told, and tokens whose telling ends only when
     the next forward has begun, then an overlapped loop comes to the end of a text."""
     both, steps, counts = threading.Barrier(2), 6, Counter[str]()
@@ -212,7 +212,7 @@ def test_the_next_token_is_made_while_the_last_one_is_told(tmp_path: Path) -> No
     assert said_of(bench.sent, lease.claim) == alone({"tag": 3, "steps": steps})[0]
 
 
-def test_a_text_that_turns_out_to_be_over_has_made_a_step_too_many(tmp_path: Path) -> None:
+def test_stop_found_while_reporting_discards_one_extra_step(tmp_path: Path) -> None:
     """That is dropped, and a token which ends a text when it is drawn costs none."""
     tokens, _ = alone({"tag": 3, "steps": 8})
     for asked, more in (({"stop": sum(tokens[:4]) % 23}, 1), ({"end": tokens[2]}, 0), ({}, 0)):
@@ -227,7 +227,7 @@ def test_a_text_that_turns_out_to_be_over_has_made_a_step_too_many(tmp_path: Pat
         assert bench.results.read(lease.task.request, 0) == str(said).encode()
 
 
-def test_ranks_shift_their_loops_alike(group: Callable[..., Group]) -> None:
+def test_overlapped_loops_of_ranks_run_the_same_steps(group: Callable[..., Group]) -> None:
     """Given two ranks, when texts end by what is told of them, one fails, and one is cancelled, then both ranks have
     made the same steps in the same company."""
     made: list[list[list[int]]] = [[], []]

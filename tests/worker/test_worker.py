@@ -17,7 +17,7 @@ FILE = ChangedFile("vae/model.safetensors", compared=True)
 
 
 @pytest.mark.parametrize(("changed", "asks"), [((), True), (("a",), True), (("a", "b"), False)])
-def test_a_worker_asks_as_long_as_it_serves_a_pool(changed: tuple[str, ...], asks: bool) -> None:
+def test_worker_requests_tasks_while_it_serves_at_least_one_pool(changed: tuple[str, ...], asks: bool) -> None:
     worker: Any = SimpleNamespace(
         _objects=SimpleNamespace(free=1, usage=lambda: SimpleNamespace(used=0)),
         _executor=SimpleNamespace(ready=True),
@@ -30,7 +30,7 @@ def test_a_worker_asks_as_long_as_it_serves_a_pool(changed: tuple[str, ...], ask
     assert (Worker._next_request(worker) is not WITHDRAW) is asks
 
 
-async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() -> None:
+async def test_inputs_of_a_handed_back_task_are_dropped_in_compute() -> None:
     """Given a worker that is about to load other weights when the inputs of a task are there, then the task is handed
     back, and its compute process told that it does not come."""
     done = list[Any]()
@@ -57,7 +57,7 @@ async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() 
     assert (failed.claim, failed.kind) == ("claim", "hand_back")
 
 
-def test_what_is_handed_back_in_a_stop_is_no_failure() -> None:
+def test_task_handed_back_by_a_drain_is_not_logged_as_a_failure() -> None:
     claim = Claim("req_0", "denoise", 1, b"secret")
     with capture_logs() as told:
         log_outcome(TaskFailed(claim, "hand_back", "the worker is draining", reason="drain"))
