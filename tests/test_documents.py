@@ -54,18 +54,18 @@ def lacking(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_installs_the_extras_that_its_commands_need(page: Path) -> None:
+def test_pages_install_the_extras_their_commands_need(page: Path) -> None:
     assert lacking(page) == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_command_installs_from_an_index_what_is_not_there(page: Path) -> None:
+def test_pages_never_install_unfuse_from_a_package_index(page: Path) -> None:
     """unfuse is installed from a clone, whose folder is named as `.`."""
     typed = [words for block in blocks(page) for words in commands(block) if words[0].endswith("pip")]
     assert [words for words in typed if any(re.match(r"unfuse\b", word) for word in words)] == []
 
 
-def test_an_extra_that_a_page_lacks_is_noticed(tmp_path: Path) -> None:
+def test_missing_extras_of_a_page_are_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("\n\n    bin/pip install '.[serve]'\n\n    UNFUSE_SERVE__QUEUE=redis://10.0.0.1:6379/0\n\n")
     assert lacking(page) == {"redis"}
@@ -75,7 +75,7 @@ def test_an_extra_that_a_page_lacks_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_file_that_a_page_names_is_there(page: Path) -> None:
+def test_files_and_tests_named_in_pages_exist(page: Path) -> None:
     """In backticks, with a folder: `tools/tiny.py`, or `tests/stores/test_spill.py::test_name`."""
     places = [page.parent, *(ROOT / folder for folder in ("", "unfuse", "docs", "tests"))]
     named = re.findall(r"`([a-z][\w.-]*/[\w./-]+\.(?:py|md|ya?ml|json|sh|service|lua))(?:::(\w+))?`", page.read_text())
@@ -98,7 +98,7 @@ def codes() -> set[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_metric_that_a_page_names_is_exported(page: Path) -> None:
+def test_metrics_named_in_pages_are_exported(page: Path) -> None:
     named = {
         re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bunfuse_[a-z_]*[a-z]\b", page.read_text())
     }
@@ -106,14 +106,14 @@ def test_a_metric_that_a_page_names_is_exported(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_an_error_code_that_a_page_names_has_that_status(page: Path) -> None:
+def test_error_codes_named_in_pages_have_the_stated_status(page: Path) -> None:
     """As in 409 `model_exists`."""
     named = {(int(status), name) for status, name in re.findall(r"\b([45]\d\d) `([a-z_]+)`", page.read_text())}
     assert named - codes() == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_target_of_make_that_a_page_names_is_one(page: Path) -> None:
+def test_make_targets_named_in_pages_exist(page: Path) -> None:
     rules = re.findall(r"^([a-z ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = set(re.findall(r"(?:`|^    )make ([a-z]+)", page.read_text(), re.MULTILINE))
     assert named <= {target for rule in rules for target in rule.split()}
@@ -146,5 +146,5 @@ FACTS = [
 
 
 @pytest.mark.parametrize(("page", "sentence"), FACTS)
-def test_numbers_and_names_of_a_page_are_those_of_the_code(page: str, sentence: str) -> None:
+def test_numbers_and_names_in_pages_match_the_code(page: str, sentence: str) -> None:
     assert sentence and sentence in " ".join((ROOT / page).read_text().split())

@@ -19,7 +19,9 @@ time.sleep(600) if sys.argv[1:] == ["sleep"] else sys.exit(7)
 
 
 @pytest.mark.parametrize(("argument", "code"), [("end", 7), ("sleep", -signal.SIGKILL)])
-def test_it_has_what_it_was_given_and_tells_its_exit_code(argument: str, code: int, tmp_path: Path) -> None:
+def test_forked_process_gets_its_environment_and_reports_its_exit_code(
+    argument: str, code: int, tmp_path: Path
+) -> None:
     (script := tmp_path / "script.py").write_text(SCRIPT)
     with (tmp_path / "log").open("wb") as log:
         forked = Forked(

@@ -70,7 +70,7 @@ def test_functions_have_at_most_60_lines_and_most_at_most_30() -> None:
     assert ordered[int(0.95 * len(ordered))] <= 30
 
 
-def test_a_docstring_does_not_count_as_length_or_size() -> None:
+def test_docstrings_do_not_count_towards_function_length() -> None:
     [documented] = ast.parse('def f():\n """One.\n\n Two."""\n return 1\n').body
     assert isinstance(documented, ast.FunctionDef)
     assert (length(documented), statements(documented)) == (2, 2)
@@ -80,19 +80,19 @@ def test_blocks_nest_at_most_four_deep() -> None:
     assert [name for name, node in functions() if depth(node) > 4] == []
 
 
-def test_depth_counts_blocks_and_takes_elif_for_its_if() -> None:
+def test_nesting_depth_counts_elif_as_its_if() -> None:
     chain = "def f():\n if a: pass\n elif b: pass\n elif c:\n  for x in y: pass\n"
     nested = "def f():\n for x in y:\n  if a:\n   with b:\n    while c:\n     try: pass\n     except E: pass\n"
     assert (depth(ast.parse(chain).body[0]), depth(ast.parse(nested).body[0])) == (2, 5)
 
 
-def test_no_line_is_kept_from_the_formatter() -> None:
+def test_no_line_disables_the_formatter() -> None:
     folders = ("unfuse", "tests", "tools", "bench")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert [path for path in files if re.search(r"# fmt: (?:skip|off)", path.read_text())] == []
 
 
-def test_names_say_something() -> None:
+def test_classes_and_modules_have_no_generic_names() -> None:
     classes = [
         f"{path} {node.name}"
         for path, tree in TREES.items()
@@ -113,7 +113,7 @@ FORMATS = {
 """Tables of names that others gave: of repositories on the hub, parsers, tokenizers, and keys of other tools' files."""
 
 
-def test_a_model_family_is_named_only_in_models() -> None:
+def test_model_families_are_named_only_in_the_models_package() -> None:
     found = [
         f"{path}:{number} {line.strip()}"
         for path in TREES
@@ -124,7 +124,7 @@ def test_a_model_family_is_named_only_in_models() -> None:
     assert found == []
 
 
-def test_a_family_is_recognised_however_it_is_written() -> None:
+def test_model_family_names_are_recognized_in_all_spellings() -> None:
     for text in (
         "WanPipeline",
         "wan_i2v",
@@ -150,7 +150,7 @@ def imported(tree: ast.AST) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_benches_and_tests_share_only_tools() -> None:
+def test_benchmarks_and_tests_do_not_import_each_other() -> None:
     """Only files that have the word are parsed."""
     found = [
         f"{path.relative_to(ROOT)} imports {other}"
@@ -163,10 +163,10 @@ def test_benches_and_tests_share_only_tools() -> None:
     assert found == []
 
 
-def test_an_import_is_found_wherever_it_is() -> None:
+def test_imports_are_found_at_any_nesting_level() -> None:
     said = "import os, bench.hop\ndef f():\n from tests.core import a\n from . import bench\n import unfuse as tools\n"
     assert imported(ast.parse(said)) == {"os", "bench", "tests", "unfuse"}
 
 
-def test_the_house_is_drawn_as_it_stands() -> None:
+def test_architecture_drawing_is_up_to_date() -> None:
     assert BEGIN + drawing() + END in PAGE.read_text(), "run: python -m tools.house"

@@ -55,7 +55,7 @@ def dangers(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "unfuse").rglob("*.py")), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_shipped_code_runs_no_stranger_s_bytes(path: Path) -> None:
+def test_shipped_code_has_no_unsafe_deserialization_or_eval(path: Path) -> None:
     assert dangers(parsed(path)) == []
 
 
@@ -74,11 +74,11 @@ def test_shipped_code_runs_no_stranger_s_bytes(path: Path) -> None:
         "AutoModel.from_pretrained(x, trust_remote_code=True)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(source: str) -> None:
+def test_unsafe_calls_are_detected(source: str) -> None:
     assert dangers(ast.parse(source)) != []
 
 
-def test_the_search_lets_ordinary_code_pass() -> None:
+def test_safe_calls_are_not_reported() -> None:
     ordinary = "import json, re\nre.compile('a')\njson.load(f)\nmodel.eval()\ntorch.load_state"
     assert dangers(ast.parse(ordinary)) == []
 
@@ -102,7 +102,7 @@ def modules_after(code: str) -> set[str]:
         "from unfuse.cli.main import run; run(['version'])",
     ],
 )
-def test_a_light_start_imports_nothing_heavy(code: str) -> None:
+def test_light_entry_points_import_no_heavy_modules(code: str) -> None:
     assert modules_after(code) & HEAVY == set()
 
 
@@ -125,13 +125,13 @@ def test_control_processes_import_no_torch(module: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_imports_no_gateway() -> None:
+def test_worker_does_not_import_the_gateway_framework() -> None:
     loaded = modules_after("import unfuse.service.worker, unfuse.service.addresses")
     assert loaded & {"fastapi", "starlette", "uvicorn"} == set()
 
 
 @pytest.mark.slow
-def test_a_service_needs_neither_typer_nor_rich() -> None:
+def test_service_modules_import_without_typer_and_rich() -> None:
     modules = [f"unfuse.service.{path.stem}" for path in sorted((ROOT / "unfuse" / "service").glob("[!_]*.py"))]
     assert "unfuse.service.service" in modules
     block = "import sys; sys.modules |= dict.fromkeys(['typer', 'rich', 'unfuse.cli'])"
@@ -140,13 +140,13 @@ def test_a_service_needs_neither_typer_nor_rich() -> None:
 
 
 @pytest.mark.slow
-def test_the_module_is_the_command() -> None:
+def test_python_m_unfuse_runs_the_command_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "unfuse", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert "generate" in done.stdout
 
 
-def test_the_built_in_model_is_safetensors_and_json() -> None:
+def test_builtin_model_has_only_safetensors_json_and_markdown() -> None:
     kinds = {path.suffix for path in (ROOT / "unfuse" / "models" / "shapes").rglob("*") if path.is_file()}
     assert kinds <= {".safetensors", ".json", ".md"}

@@ -50,7 +50,7 @@ def understood(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_of_a_page_is_understood(page: Path) -> None:
+def test_code_blocks_of_pages_parse(page: Path) -> None:
     for block in blocks(page):
         typed = list(commands(block))
         if is_python(block):
@@ -64,7 +64,7 @@ def test_every_block_of_a_page_is_understood(page: Path) -> None:
                 assert set(extras.split(",")) <= EXTRAS
 
 
-def test_a_command_that_is_not_there_is_noticed() -> None:
+def test_unknown_commands_and_flags_in_pages_are_detected() -> None:
     with pytest.raises(Exception, match="No such option"):
         understood(["serve", "--no-such-flag"])
     with pytest.raises(KeyError):
@@ -78,7 +78,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_links_to_is_there(page: Path) -> None:
+def test_links_in_pages_resolve(page: Path) -> None:
     for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
         found = (page.parent / path).resolve() if path else page
@@ -86,7 +86,7 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
         assert not anchor or anchor in anchors(found), target
 
 
-def test_a_flag_that_a_page_names_is_one() -> None:
+def test_flags_named_in_pages_exist() -> None:
     """In backticks at the beginning, as `--threads 1`."""
     verbs = [*typer.main.get_command(app).commands.values()]  # type: ignore[attr-defined]
     verbs += [inner for verb in verbs for inner in getattr(verb, "commands", {}).values()]
@@ -99,7 +99,7 @@ def test_a_flag_that_a_page_names_is_one() -> None:
         assert named - known - {"--no-deps", "--constraint", "--user", "--sharpness", "--skip-crds"} == set(), page.name
 
 
-def test_the_readme_is_read_in_five_minutes() -> None:
+def test_readme_reading_time_is_at_most_five_minutes() -> None:
     """Aloud, by 190 words a minute, a brisk pace, without code, addresses and rules of tables."""
     text = (ROOT / "README.md").read_text()
     prose = re.sub(r"^    .*$|\]\([^)]*\)|^[|-]+$|`", " ", text, flags=re.MULTILINE)

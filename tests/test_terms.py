@@ -72,7 +72,7 @@ def headings_and_first_paragraphs(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("term", "file", "page"), TERMS, ids=[term for term, _, _ in TERMS])
-def test_a_term_is_found_in_its_file_and_on_its_page(term: str, file: str, page: str) -> None:
+def test_field_terms_are_used_in_their_code_file_and_docs_page(term: str, file: str, page: str) -> None:
     assert any(has(term, text) for text in names_and_first_lines(ROOT / "unfuse" / file)), file
     assert any(has(term, text) for text in headings_and_first_paragraphs(ROOT / "docs" / page)), page
 
@@ -152,7 +152,7 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def test_no_name_is_a_word_that_says_nothing() -> None:
+def test_defined_names_are_not_meaningless_words() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in sorted((ROOT / "unfuse").rglob("*.py"))
@@ -163,7 +163,7 @@ def test_no_name_is_a_word_that_says_nothing() -> None:
     assert found == []
 
 
-def test_names_that_say_nothing_are_recognized() -> None:
+def test_meaningless_names_are_recognized() -> None:
     tree = ast.parse(
         "TOLD = 1\nclass Own:\n    held: int\n    def _take(self, kept): self.made = one = 1\nfound_files = 2"
     )
@@ -204,12 +204,12 @@ def test_fields_of_public_structs_are_documented() -> None:
     assert {path: fields for path, fields in found.items() if fields} == {}
 
 
-def test_a_field_without_a_line_is_recognized() -> None:
+def test_undocumented_struct_fields_are_recognized() -> None:
     source = "@dataclass\nclass A:\n    #: x\n    a: int\n    b: int\n    c: int  # seconds\n    d: int\n    '''d'''\n"
     assert [*undocumented_fields(source)] == ["A.b"]
 
 
-def test_exceptions_that_docstrings_name_exist() -> None:
+def test_exceptions_named_in_docstrings_exist() -> None:
     """Given "Raises X" in a docstring, or an error that a retry rule names, then X is a class that exists."""
     trees = {path: ast.parse(path.read_text()) for path in (ROOT / "unfuse").rglob("*.py")}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
@@ -229,7 +229,7 @@ def test_exceptions_that_docstrings_name_exist() -> None:
     assert len(named) > 500
 
 
-def test_spellings_are_those_of_the_field() -> None:
+def test_quantize_and_tokenize_are_spelled_with_z() -> None:
     """Given text of the package and its documents, then no word has a spelling that a search would miss."""
     files = [*(ROOT / "unfuse").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     found = [

@@ -69,18 +69,18 @@ def failed(project: Path, expression: str, *which: str) -> tuple[set[str], set[s
 
 
 @pytest.mark.slow
-def test_what_is_not_quick_and_does_not_say_so_fails(project: Path) -> None:
+def test_slow_test_without_a_slow_mark_fails(project: Path) -> None:
     passed, bad = failed(project, DAY, "test_sorts.py")
     assert (passed, bad) == ({"test_by_a_fixture_that_is_listed", "test_computes", "test_says_so"}, NOT_QUICK)
 
 
 @pytest.mark.slow
-def test_a_quick_run_has_no_slow_test_and_loads_no_folder_of_them(project: Path) -> None:
+def test_quick_run_skips_slow_tests_and_their_folders(project: Path) -> None:
     assert failed(project, f"{DAY} and not slow", ".") == ({"test_computes"}, NOT_QUICK)
 
 
 @pytest.mark.slow
-def test_a_module_that_imports_diffusers_is_no_quick_one(project: Path) -> None:
+def test_quick_test_module_importing_diffusers_fails(project: Path) -> None:
     (project / "test_sorts.py").write_text("import diffusers\ndef test_computes(): pass\n")
     assert failed(project, f"{DAY} and not slow", ".") == (set(), {"test_sorts"})
 
@@ -93,7 +93,7 @@ def test_files_with_slow_tests_come_first(project: Path) -> None:
     assert list(dict.fromkeys(files)) == ["test_sorts.py", "test_early.py"]
 
 
-def test_make_runs_every_test_by_day_or_by_night() -> None:
+def test_make_targets_cover_every_test() -> None:
     made = (ROOT / "Makefile").read_text()
     assert f"DAY := {DAY}\n" in made
     runs = re.findall(r"^\t.*(?:\$\(PYTEST\)|\$\(NIGHTLY\)).* -m \"(.*?)\"(.*?)(?: \|\| failed=1; \\)?$", made, re.M)
@@ -106,6 +106,6 @@ def test_make_runs_every_test_by_day_or_by_night() -> None:
     assert re.search(drills, made, re.M), "all of what the third one leaves out"
 
 
-def test_no_example_of_a_property_has_a_time_limit() -> None:
+def test_hypothesis_examples_have_no_deadline() -> None:
     """Else what is right fails where the machine is busy, as Hypothesis gives each example 0.2 seconds."""
     assert settings.default is not None and settings.default.deadline is None

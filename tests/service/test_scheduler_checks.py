@@ -93,7 +93,7 @@ def only_failing(found: dict[str, tuple[bool, str]], what: str) -> str:
     return found[what][1]
 
 
-def test_nothing_is_in_the_way(unfuse: Run, keys: Path, tmp_path: Path) -> None:
+def test_doctor_passes_all_checks_of_a_reachable_scheduler(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     results = f"disk:{tmp_path / 'results'}"
     with scheduler(keys, offer(storage=StorageLocations(results, results_store_id=store_id(results)))) as address:
         code, found = checked(unfuse, address, keys)
@@ -104,7 +104,7 @@ def test_nothing_is_in_the_way(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     assert all(re.match(r"\w+ +ok +\S", line) for line in lines) and len(lines) == 6
 
 
-def test_nobody_listens_at_the_port(unfuse: Run, keys: Path) -> None:
+def test_port_check_fails_if_no_server_listens(unfuse: Run, keys: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
@@ -113,7 +113,7 @@ def test_nobody_listens_at_the_port(unfuse: Run, keys: Path) -> None:
     assert f"start the server there by `unfuse serve --listen {address}`" in only_failing(found, "port")
 
 
-def test_the_host_is_not_known(unfuse: Run) -> None:
+def test_port_check_fails_for_an_unknown_host(unfuse: Run) -> None:
     code, found = checked(unfuse, "tcp://nowhere.invalid:8001", None)
     assert code == 1
     assert re.search(
@@ -121,12 +121,12 @@ def test_the_host_is_not_known(unfuse: Run) -> None:
     )
 
 
-def test_the_server_of_this_machine_is_not_there(unfuse: Run, tmp_path: Path) -> None:
+def test_port_check_fails_for_a_missing_unix_socket(unfuse: Run, tmp_path: Path) -> None:
     _, found = checked(unfuse, f"unix:{tmp_path}/serve.sock", None)
     assert "start `unfuse serve` on this machine" in only_failing(found, "port")
 
 
-def test_the_key_was_not_copied_or_is_open_or_is_another_one(unfuse: Run, keys: Path, tmp_path: Path) -> None:
+def test_key_check_fails_for_missing_world_readable_or_wrong_key(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     make(other)
     with scheduler(keys, offer()) as address:
@@ -144,14 +144,14 @@ def test_the_key_was_not_copied_or_is_open_or_is_another_one(unfuse: Run, keys: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [("--workers", "auto"), ("--role", "all")])
-def test_workers_that_were_given_no_key_say_which_to_copy(which: tuple[str, str], tmp_path: Path) -> None:
+def test_worker_without_key_logs_which_key_file_to_copy(which: tuple[str, str], tmp_path: Path) -> None:
     command = [*UNFUSE, "worker", *which, "--scheduler", "tcp://10.0.0.1:8001"]
     said = first_warning(command, UNFUSE_DATA_DIR=str(tmp_path))
     assert f"{tmp_path}/keys/worker.key" in said
     assert "copy worker.key from the scheduler's machine" in said
 
 
-def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
+def test_version_check_fails_for_different_versions(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     with scheduler(keys, offer(version="9.9.9")) as address:
         newer = checked(unfuse, address, keys)[1]
     assert "pip install 'unfuse[serve]==9.9.9'" in only_failing(newer, "version")
@@ -163,13 +163,15 @@ def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("off", "way"), [(40.0, "behind"), (-40.0, "ahead of")])
-def test_the_clocks_differ(off: float, way: str, unfuse: Run, keys: Path) -> None:
+def test_clock_check_fails_for_clock_skew(off: float, way: str, unfuse: Run, keys: Path) -> None:
     with scheduler(keys, offer(now=time.time() + off)) as address:
         said = only_failing(checked(unfuse, address, keys)[1], "clock")
     assert re.search(rf"\d+ s {way} the scheduler's: synchronize both by NTP", said)
 
 
-def test_a_model_is_not_here(unfuse: Run, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_check_fails_for_missing_or_no_models(
+    unfuse: Run, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with scheduler(keys, offer(models=(("mine", f"{tmp_path}/models/mine", "float32"),))) as address:
         folder = checked(unfuse, address, keys)[1]
@@ -186,7 +188,7 @@ def elsewhere(folder: Path) -> StorageLocations:
     return StorageLocations(results, results_store_id=mark)
 
 
-def test_results_that_are_elsewhere_are_no_failure_and_said(unfuse: Run, keys: Path, tmp_path: Path) -> None:
+def test_results_check_passes_and_lists_roles_without_result_storage(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     with scheduler(keys, offer(storage=elsewhere(tmp_path / "results"))) as address:
         code, found = checked(unfuse, address, keys)
     assert code == 0
@@ -196,7 +198,7 @@ def test_results_that_are_elsewhere_are_no_failure_and_said(unfuse: Run, keys: P
     )
 
 
-def test_a_machine_that_could_run_no_stage_without_the_results_is_told(
+def test_results_check_fails_if_every_stage_needs_result_storage(
     unfuse: Run, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a model of which every stage needs results, as undivided ones are, and then one that is not here."""

@@ -38,16 +38,14 @@ def refusal(flags: dict[str, object] | None = None, config: Path | None = None, 
     return str(caught.value)
 
 
-def test_without_anything_every_value_is_its_default() -> None:
+def test_settings_default_without_flags_environment_or_file() -> None:
     loaded = load({}, None, {"HOME": "/home/ada"})
 
     assert loaded.settings == Settings(data_dir="/home/ada/.local/share/unfuse", run_dir=loaded.settings.run_dir)
     assert set(loaded.origins.values()) == {"default"}
 
 
-def test_a_tilde_is_the_home_folder_also_where_no_shell_replaces_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tilde_in_path_settings_is_expanded_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     file = tmp_path / "unfuse.toml"
     file.write_text('data_dir = "~/data"\n[serve]\napi_keys = ["~/keys", "/k"]\nloras = "~/loras"\n')
@@ -56,14 +54,14 @@ def test_a_tilde_is_the_home_folder_also_where_no_shell_replaces_it(
     assert (settings.serve.api_keys, settings.serve.loras) == (("/home/ada/keys", "/k"), "/home/ada/loras")
 
 
-def test_a_home_folder_that_is_not_there_is_refused() -> None:
+def test_unknown_home_folder_raises_config_error() -> None:
     said = refusal(UNFUSE_DATA_DIR="~nobody-of-that-name/data")
     assert said == (
         "data_dir ~nobody-of-that-name/data: there is no such home folder; set UNFUSE_DATA_DIR to an absolute path"
     )
 
 
-def test_flag_beats_environment_beats_file_beats_default(file: Path) -> None:
+def test_flags_override_environment_overrides_file_overrides_default(file: Path) -> None:
     environment = {"UNFUSE_SERVE__PORT": "2", "UNFUSE_SERVE__MAX_ACTIVE": "5"}
 
     loaded = load({"serve.port": 3, "serve.host": None}, file, environment)
@@ -77,7 +75,7 @@ def test_flag_beats_environment_beats_file_beats_default(file: Path) -> None:
     assert load({}, file, environment).settings.serve.port == 2
 
 
-def test_the_environment_reads_numbers_truth_lists_and_sizes() -> None:
+def test_environment_variables_parse_numbers_booleans_lists_and_sizes() -> None:
     environment = {
         "UNFUSE_SERVE__STRICT_PARAMS": "true",
         "UNFUSE_SERVE__MODELS": "one, two",
@@ -93,12 +91,12 @@ def test_the_environment_reads_numbers_truth_lists_and_sizes() -> None:
     assert settings.lease.ttl_s == 2.5
 
 
-def test_the_data_folder_follows_xdg_and_is_overruled_by_its_own_setting() -> None:
+def test_data_dir_follows_xdg_data_home_unless_set_explicitly() -> None:
     assert load({}, None, {"XDG_DATA_HOME": "/x"}).settings.data_dir == "/x/unfuse"
     assert load({}, None, {"XDG_DATA_HOME": "/x", "UNFUSE_DATA_DIR": "/y"}).settings.data_dir == "/y"
 
 
-def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+def test_unknown_setting_error_suggests_the_nearest_name(tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text("[serve]\nprot = 1\n")
 
@@ -107,7 +105,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     assert "`unfuse config show` lists them" in refusal(UNFUSE_QQQQQQQQQQQQQQQQQQ="1")
 
 
-def test_faults_that_were_set_are_answered_with_the_engine_that_makes_them(tmp_path: Path) -> None:
+def test_removed_fault_settings_error_names_the_faulty_engine(tmp_path: Path) -> None:
     path = tmp_path / "faulty.toml"
     path.write_text("[fault]\ndrop = 0.1\n")
     new = "UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:FaultyTcp"
@@ -117,14 +115,14 @@ def test_faults_that_were_set_are_answered_with_the_engine_that_makes_them(tmp_p
         assert said.count(". ") == 0
 
 
-def test_a_former_setting_of_admins_names_what_replaces_it(tmp_path: Path) -> None:
+def test_removed_admin_key_setting_error_names_its_replacement(tmp_path: Path) -> None:
     path = tmp_path / "old.toml"
     path.write_text('[serve]\nadmin_key = ["0123456789abcdef"]\n')
     for said in (refusal(UNFUSE_SERVE__ADMIN_KEY="0123456789abcdef"), refusal(config=path)):
         assert "admin=yes" in said and "unfuse keys add NAME --admin" in said and "0123456789abcdef" not in said
 
 
-def test_a_removed_setting_says_what_to_do(tmp_path: Path) -> None:
+def test_removed_setting_error_explains_the_replacement(tmp_path: Path) -> None:
     path = tmp_path / "old.toml"
     path.write_text('[compute]\nguidance_halves = "apart"\n')
     for said in (refusal(UNFUSE_COMPUTE__GUIDANCE_HALVES="apart"), refusal(config=path)):
@@ -146,7 +144,7 @@ def test_a_removed_setting_says_what_to_do(tmp_path: Path) -> None:
         ("serve", "wake_limit", "60", "--cold-start-timeout"),
     ],
 )
-def test_removed_layout_settings_name_the_new_spelling(
+def test_removed_layout_setting_error_names_the_new_spelling(
     tmp_path: Path, group: str, name: str, value: str, replacement: str
 ) -> None:
     assert replacement in refusal(**{f"UNFUSE_{group}__{name}".upper(): value})
@@ -156,14 +154,14 @@ def test_removed_layout_settings_name_the_new_spelling(
         assert replacement in refusal(config=path)
 
 
-def test_a_file_may_have_the_number_of_loaded_models(tmp_path: Path) -> None:
+def test_max_loaded_models_accepts_an_integer_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "one.toml"
     path.write_text("[worker]\nmax_loaded_models = 1\n")
     assert load({}, path, {}).settings.worker.max_loaded_models == "1"
     assert "one of 1, all" in refusal(UNFUSE_WORKER__MAX_LOADED_MODELS="2")
 
 
-def test_other_programs_variables_are_left_alone() -> None:
+def test_environment_variables_of_other_programs_are_ignored() -> None:
     assert load({}, None, {"UNFUSED": "1", "PATH": "/bin"}).origins["server"] == "default"
 
 
@@ -178,19 +176,19 @@ def test_other_programs_variables_are_left_alone() -> None:
         ("UNFUSE_ARENA__BYTES", "9" * 400),
     ],
 )
-def test_a_value_that_does_not_fit_is_named_with_where_it_comes_from(variable: str, value: str) -> None:
+def test_invalid_value_error_names_the_value_and_its_origin(variable: str, value: str) -> None:
     message = refusal(**{variable: value})
     assert repr(value) in message
     assert variable in message
 
 
-def test_a_secret_is_not_repeated_in_an_error(tmp_path: Path) -> None:
+def test_secret_values_are_not_repeated_in_errors(tmp_path: Path) -> None:
     path = tmp_path / "unfuse.toml"
     path.write_text("api_key = 123456789\n")
     assert "123456789" not in refusal(config=path)
 
 
-def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
+def test_missing_or_invalid_toml_file_is_named_in_the_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("[serve\n")
 
@@ -208,7 +206,7 @@ def plain(value: object) -> bool:
     st.lists(st.sampled_from([name for name, field in FIELDS.items() if field.unit == "byte"]), unique=True),
     st.booleans(),
 )
-def test_every_setting_arrives_as_a_plain_value(sizes: list[str], as_text: bool) -> None:
+def test_loaded_settings_are_plain_values_without_parser_types(sizes: list[str], as_text: bool) -> None:
     """Given sizes as flags, as people write them or as numbers, then nothing says any more how they were written."""
     settings = load(dict.fromkeys(sizes, "3GiB" if as_text else 3 << 30), None, {"UNFUSE_ARENA__BYTES": "1MB"}).settings
     values = {name: reduce(getattr, name.split("."), settings) for name in FIELDS}
@@ -227,7 +225,7 @@ def test_every_setting_arrives_as_a_plain_value(sizes: list[str], as_text: bool)
         ("arena.bytes", 3 << 20),
     ],
 )
-def test_what_is_written_for_a_variable_is_read_back(name: str, value: object) -> None:
+def test_settings_round_trip_through_environment_variables(name: str, value: object) -> None:
     """As workers read what `serve` tells them."""
     field = FIELDS[name]
     settings = load({}, None, {field.variable: field.written(value)}).settings
@@ -235,21 +233,21 @@ def test_what_is_written_for_a_variable_is_read_back(name: str, value: object) -
 
 
 @pytest.mark.parametrize("kind", [ServeOptions, WorkerOptions])
-def test_what_is_composed_has_no_defaults_beside_those_of_the_settings(kind: type[msgspec.Struct]) -> None:
+def test_composed_options_have_no_defaults_of_their_own(kind: type[msgspec.Struct]) -> None:
     assert [field.name for field in msgspec.structs.fields(kind) if not field.required] == []
 
 
-def test_what_engines_are_told_is_what_is_set() -> None:
+def test_transfer_options_default_to_the_transfer_settings() -> None:
     chosen = asdict(TransferSettings()) | {"threads": TransferOptions().threads}  # 0 stands for a number by the cores
     assert asdict(TransferOptions()).items() >= chosen.items()
     assert {f"transfer.{name}" for name in asdict(TransferSettings())} < FIELDS.keys()
 
 
-def test_the_page_of_settings_is_that_of_the_groups() -> None:
+def test_settings_page_is_up_to_date_with_the_code() -> None:
     assert PAGE.read_text() == page(), "run: python -m tools.settings_page"
 
 
-def test_the_file_of_the_page_of_settings_can_be_read(tmp_path: Path) -> None:
+def test_example_toml_of_the_settings_page_loads(tmp_path: Path) -> None:
     (block,) = [block for block in blocks(PAGE) if block.startswith("[serve]")]
     (file := tmp_path / "unfuse.toml").write_text(block)
 
@@ -260,12 +258,12 @@ def test_the_file_of_the_page_of_settings_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "deploy").glob("*/*.*"))], ids=lambda path: path.name)
-def test_a_variable_that_the_docs_name_can_be_set(path: Path) -> None:
+def test_variables_named_in_the_docs_are_settings(path: Path) -> None:
     named = set(re.findall(r"UNFUSE_[A-Z_]*[A-Z]", path.read_text()))
     assert named - {field.variable for field in FIELDS.values()} == set()
 
 
-def test_every_field_says_what_it_is_for() -> None:
+def test_every_setting_has_a_description() -> None:
     assert all(field.description.endswith(".") for field in FIELDS.values())
 
 
@@ -273,16 +271,16 @@ def test_every_field_says_what_it_is_for() -> None:
     ("text", "count"),
     [("0", 0), ("12", 12), ("1k", 1024), ("1KB", 1000), ("1KiB", 1024), ("2 GiB", 2 << 30), ("1t", 1 << 40)],
 )
-def test_sizes_are_read_as_people_write_them(text: str, count: int) -> None:
+def test_byte_sizes_parse_with_units(text: str, count: int) -> None:
     assert ByteSize.parse(text) == count
 
 
 @given(st.integers(0, 1 << 20), st.sampled_from(["k", "KiB", "MiB", "GiB"]))
-def test_a_size_grows_with_its_number(number: int, unit: str) -> None:
+def test_parsed_byte_size_increases_with_its_number(number: int, unit: str) -> None:
     assert ByteSize.parse(f"{number + 1}{unit}") > ByteSize.parse(f"{number}{unit}") >= number
 
 
 @pytest.mark.parametrize("text", ["", "-1", "GiB", "1 XB", "1e9", "nan", "1,5GiB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_byte_size_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         ByteSize.parse(text)

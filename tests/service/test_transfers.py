@@ -29,7 +29,7 @@ def opened() -> Iterator[dict[str, FaultyEngine]]:
         engine.close()
 
 
-def test_an_engine_at_fault_is_one_that_is_named(opened: dict[str, FaultyEngine]) -> None:
+def test_faulty_engines_inject_all_network_faults_by_default(opened: dict[str, FaultyEngine]) -> None:
     """Given no word of how often, then each fault of a bad network comes now and then."""
     assert [*opened] == [FAULTY_TCP, FAULTY_ZMQ]
     for engine in opened.values():
@@ -37,20 +37,22 @@ def test_an_engine_at_fault_is_one_that_is_named(opened: dict[str, FaultyEngine]
         assert drawn.keys() == {"drop", "cut", "corrupt", "delay"}
 
 
-def test_how_often_is_told_beside_the_settings(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_fault_rates_are_read_from_transfer_faults_variable(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.setenv("TRANSFER_FAULTS", "drop=0.25, seed=7")
     found: dict[str, FaultyEngine] = request.getfixturevalue("opened")
     assert [engine.faults for engine in found.values()] == [Faults(seed=7, drop=0.25)] * 2
 
 
 @pytest.mark.parametrize("text", ["drop", "drop=often", "drop=2", "drop=-0.1", "drop=nan", "dorp=0.1", "seconds=-1"])
-def test_faults_that_are_none_are_refused_with_how_to_write_them(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_transfer_faults_raise_config_error_with_an_example(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFER_FAULTS", text)
     with pytest.raises(ConfigError, match="drop=0.05"):
         Faults.from_environment()
 
 
-def test_the_engine_that_is_named_is_listed() -> None:
+def test_configured_engine_is_listed_as_used() -> None:
     listed = transfers(load({}, None, {"UNFUSE_TRANSFER__ENGINE": FAULTY_TCP}).settings.transfer)
     assert listed[FAULTY_TCP].startswith("used by")
     assert listed["tcp"].startswith("not used")
@@ -64,7 +66,7 @@ def test_the_engine_that_is_named_is_listed() -> None:
         ("zmp", "unknown transfer engine 'zmp': did you mean zmq"),
     ],
 )
-def test_an_engine_that_cannot_run_ends_a_start_before_workers_open_it(
+def test_unavailable_transfer_engine_fails_serve_at_startup(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unfuse.service.addresses.find_spec", lambda library: None)

@@ -40,9 +40,7 @@ def siblings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [shifted(tmp_path_factory.mktemp("model") / f"shift-{shift}", shift) for shift in (3.0, 6.0)]
 
 
-async def test_what_has_no_room_beside_a_model_takes_turns_with_it_and_is_loaded_first(
-    machine: Machine, siblings: list[str]
-) -> None:
+async def test_models_that_do_not_fit_together_share_a_swapping_worker(machine: Machine, siblings: list[str]) -> None:
     """Given a model that fills its device, when two are added, then one worker for all three is started once the one
     before has ended, and says which of them it has; and when one is removed, the others get a worker of their own."""
     for name in siblings:
@@ -65,7 +63,7 @@ async def test_what_has_no_room_beside_a_model_takes_turns_with_it_and_is_loaded
     assert (machine.live, machine.launchers[-1].max_loaded_models) == ([["unfuse/shapes"]], "all")
 
 
-async def test_where_there_is_room_a_model_has_workers_of_its_own(machine: Machine, siblings: list[str]) -> None:
+async def test_model_gets_its_own_workers_if_memory_suffices(machine: Machine, siblings: list[str]) -> None:
     machine.service = Machine(2 * ONE + PROCESS // (1 << 20)).service
     await machine.crews.add(siblings[0], siblings[0])
     assert machine.live == [["unfuse/shapes"], [siblings[0]]]
@@ -86,7 +84,7 @@ def heavy(name: str) -> str:
     return str(folder)
 
 
-async def test_what_fits_by_no_turns_is_refused_and_nothing_changes(machine: Machine, siblings: list[str]) -> None:
+async def test_model_too_large_to_swap_is_rejected_without_changes(machine: Machine, siblings: list[str]) -> None:
     for name, said in ((heavy(siblings[0]), "the models do not fit"), ("/nowhere", "nowhere")):
         with pytest.raises(ConfigError, match=said):
             await machine.crews.add(name, name)
@@ -94,7 +92,7 @@ async def test_what_fits_by_no_turns_is_refused_and_nothing_changes(machine: Mac
     assert (machine.live, await machine.served()) == ([["unfuse/shapes"]], {"unfuse/shapes"})
 
 
-async def test_what_would_have_to_be_downloaded_first_is_refused_while_others_work(
+async def test_swapping_rejects_a_model_that_needs_a_download(
     machine: Machine, siblings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a model whose weights are planned for and not on this disk, when it could only take turns, then the refusal
@@ -113,9 +111,7 @@ async def test_what_would_have_to_be_downloaded_first_is_refused_while_others_wo
     assert machine.live == [["unfuse/shapes"]]
 
 
-async def test_what_the_workers_hold_in_whose_place_others_come_is_counted_as_free(
-    machine: Machine, siblings: list[str]
-) -> None:
+async def test_memory_of_workers_to_be_replaced_counts_as_free(machine: Machine, siblings: list[str]) -> None:
     await machine.crews.add(siblings[0], siblings[0])
     (plan, beside, together) = machine.asked
     held = PROCESS + (ONE << 20)
@@ -124,7 +120,9 @@ async def test_what_the_workers_hold_in_whose_place_others_come_is_counted_as_fr
     assert together == [0, -beside[0]]
 
 
-async def test_one_that_cannot_be_loaded_leaves_those_that_were_there(machine: Machine, siblings: list[str]) -> None:
+async def test_model_that_fails_to_load_is_removed_and_others_are_restored(
+    machine: Machine, siblings: list[str]
+) -> None:
     """Given three models in turns of which the last one added cannot be loaded, when its worker ends, then it is served
     no more, its request fails with the reason, and the others are served again; so is each other one that is broken."""
     for name in siblings:
@@ -151,9 +149,7 @@ async def test_one_that_cannot_be_loaded_leaves_those_that_were_there(machine: M
     )
 
 
-async def test_one_that_is_removed_before_its_workers_come_leaves_by_the_same_way(
-    machine: Machine, siblings: list[str]
-) -> None:
+async def test_workers_start_for_a_pending_request_of_a_removed_model(machine: Machine, siblings: list[str]) -> None:
     """Given a model that was added and removed at once, with a request between, then workers still come for that."""
     await machine.crews.add(siblings[0], siblings[0])
     request = await machine.ask(siblings[0])

@@ -44,9 +44,7 @@ def composed(unfuse: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> An
     return call
 
 
-def test_nodes_are_told_apart_by_the_run_folder_and_not_by_the_host_s_name(
-    composed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_id_depends_on_run_dir_not_on_hostname(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Path(os.environ["UNFUSE_RUN_DIR"])
     one, _ = composed()
     again, _ = composed("--role", "encoder")
@@ -59,7 +57,7 @@ def test_nodes_are_told_apart_by_the_run_folder_and_not_by_the_host_s_name(
     assert composed("--node", "rack 3")[0].node == "rack 3"
 
 
-def test_a_worker_is_pulled_from_only_by_who_has_its_keys(composed: Any, tmp_path: Path) -> None:
+def test_transfer_engines_require_keys_or_insecure_listen(composed: Any, tmp_path: Path) -> None:
     options, engines = composed()
     assert engines == {} and not options.transfer.authentic
 
@@ -72,7 +70,7 @@ def test_a_worker_is_pulled_from_only_by_who_has_its_keys(composed: Any, tmp_pat
 
 
 @pytest.mark.parametrize("flag", ["--role=denoiser", "--component=vae", "--model=unfuse/shapes"])
-def test_all_workers_of_a_machine_are_what_the_scheduler_serves(unfuse: Run, flag: str) -> None:
+def test_workers_auto_rejects_flags_of_a_single_worker(unfuse: Run, flag: str) -> None:
     code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", flag)
     assert (code, err) == (
         2,
@@ -80,7 +78,7 @@ def test_all_workers_of_a_machine_are_what_the_scheduler_serves(unfuse: Run, fla
     )
 
 
-def test_one_worker_has_a_device_and_no_places(unfuse: Run) -> None:
+def test_place_flag_requires_workers_flag(unfuse: Run) -> None:
     code, _, err = unfuse("worker", "--role", "denoiser", "--scheduler", "unix:/run/nobody", "--place", "denoiser=cpu")
     assert (code, err) == (
         2,
@@ -88,7 +86,7 @@ def test_one_worker_has_a_device_and_no_places(unfuse: Run) -> None:
     )
 
 
-def test_probes_ask_one_worker(unfuse: Run, composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_flag_is_for_a_single_worker_only(unfuse: Run, composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several each would need a port of its own; and what `serve` starts does not take over that of `serve`."""
     code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", "--health", "127.0.0.1:1")
     assert code == 2 and err.startswith("unfuse: --health is for a single worker")
@@ -108,7 +106,7 @@ def planned(welcome: Registered, workers: str) -> list[str]:
     return [worker.role for worker in plan_here(loaded.settings, welcome).workers]
 
 
-def test_a_machine_has_all_stages_where_it_sees_the_results_and_else_those_that_need_none() -> None:
+def test_auto_layout_omits_stages_that_need_unreachable_results() -> None:
     seen, unseen = offered("s3://bucket/results"), offered("disk:/nowhere", "a mark")
     assert {*planned(seen, "auto")} == {"all"}
     assert {*planned(unseen, "auto")} == {"encoder+denoiser"}
@@ -118,7 +116,7 @@ def test_a_machine_has_all_stages_where_it_sees_the_results_and_else_those_that_
         planned(unseen, "decoder=1")
 
 
-def test_an_offer_of_nothing_or_of_what_needs_results_alone_is_one_sentence() -> None:
+def test_planning_without_runnable_stages_raises_config_error() -> None:
     nothing = replace(offered("s3://bucket/results"), models=())
     with pytest.raises(ConfigError, match="the scheduler serves no model yet"):
         planned(nothing, "auto")
@@ -127,7 +125,7 @@ def test_an_offer_of_nothing_or_of_what_needs_results_alone_is_one_sentence() ->
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 4), (2, 4), (40, 4), (64, 6), (128, 12), (1024, 12)])
-def test_threads_that_move_tensors_are_as_many_as_cores_can_use(
+def test_transfer_threads_default_to_the_usable_cpu_cores(
     composed: Any, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
     """By default; cores are those that the process may use, a quota counted."""
@@ -137,7 +135,7 @@ def test_threads_that_move_tensors_are_as_many_as_cores_can_use(
     assert composed()[0].transfer.threads == 3
 
 
-def test_mooncake_is_told_its_protocol_and_devices(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mooncake_protocol_and_devices_come_from_settings(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert composed()[0].transfer.mooncake_protocol == "tcp"
     monkeypatch.setenv("UNFUSE_TRANSFER__MOONCAKE_PROTOCOL", "rdma")
     monkeypatch.setenv("UNFUSE_TRANSFER__MOONCAKE_DEVICES", "mlx5_0,mlx5_1")
@@ -145,13 +143,13 @@ def test_mooncake_is_told_its_protocol_and_devices(composed: Any, monkeypatch: p
     assert (transfer.mooncake_protocol, transfer.mooncake_devices) == ("rdma", ("mlx5_0", "mlx5_1"))
 
 
-def test_a_protocol_that_mooncake_has_not_is_refused(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_mooncake_protocol_is_a_usage_error(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNFUSE_TRANSFER__MOONCAKE_PROTOCOL", "ib")
     code, _, said = unfuse("worker", "--scheduler", "unix:/run/nobody")
     assert code == 2 and "UNFUSE_TRANSFER__MOONCAKE_PROTOCOL" in said
 
 
-def test_gpus_are_counted_for_a_worker_that_chooses_its_ranks(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_auto_worker_counts_usable_gpus(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = (Device("cpu", 1), Device("cuda:0", 1), Device("cuda:1", 1))
     monkeypatch.setattr("unfuse.service.worker.usable_devices", lambda: found)
     assert composed("--parallel", "auto")[0].gpus == 2

@@ -33,7 +33,7 @@ def unet() -> UNet2DConditionModel:
 
 @pytest.mark.row("K2")
 @pytest.mark.parametrize("alphas", [(1.0,), (1.0, 2.0, 1.0), (4.0, 0.5, None)], ids=["equal", "several", "in part"])
-def test_layers_have_their_own_alphas(
+def test_lora_layers_scale_by_their_own_alpha(
     alphas: tuple[float | None, ...], unet: UNet2DConditionModel, tmp_path: Path
 ) -> None:
     """As of files whose convolutions have another alpha than the rest, or that were made smaller layer by layer."""

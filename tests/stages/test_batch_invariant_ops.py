@@ -60,7 +60,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.float32, 1, 1024, 2560, 1),
     ],
 )
-def test_cuda_products_with_few_outputs_run_row_by_row(
+def test_cuda_matmuls_with_few_outputs_run_row_by_row(
     dtype: torch.dtype, terms: int, tokens: int, width: int, times: int
 ) -> None:
     batch, weight = torch.ones(ROWS, tokens, terms, dtype=dtype), torch.ones(width, terms, dtype=dtype)
@@ -68,7 +68,7 @@ def test_cuda_products_with_few_outputs_run_row_by_row(
 
 
 @pytest.mark.usefixtures("cuda")
-def test_cuda_products_in_float32_without_a_bias_run_row_by_row() -> None:
+def test_cuda_float32_matmuls_without_bias_run_row_by_row() -> None:
     batch, weight = torch.ones(ROWS, 1024, 1), torch.ones(2560, 1)
     assert calls(functional.linear, batch, weight) == ROWS
     assert calls(functional.linear, batch, weight, None) == ROWS
@@ -77,7 +77,7 @@ def test_cuda_products_in_float32_without_a_bias_run_row_by_row() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_cuda_products_of_two_batches_run_once() -> None:
+def test_cuda_batched_matmuls_run_once() -> None:
     assert calls(torch.matmul, torch.ones(ROWS, 2, 3), torch.ones(ROWS, 3, 2)) == 1
 
 
@@ -92,14 +92,14 @@ def test_cuda_pointwise_functions_run_once(func: Callable[..., Tensor]) -> None:
     assert calls(func, torch.ones(ROWS, 8)) == 1
 
 
-def test_cpu_rule_is_the_default() -> None:
+def test_cpu_row_by_row_rule_is_the_default() -> None:
     assert calls(torch.exp, torch.ones(ROWS, 8)) == ROWS
     assert calls(functional.linear, torch.ones(ROWS, 64, 1), torch.ones(2, 1)) == 1
     assert calls(functional.linear, torch.ones(ROWS, 2, 1), torch.ones(2, 1)) == ROWS
 
 
 @pytest.mark.usefixtures("cuda")
-def test_slices_that_are_contiguous_in_one_row_are_made_so_in_a_batch() -> None:
+def test_batch_slices_are_made_contiguous_before_linear() -> None:
     """Joint attention cuts text from picture: alone a product gets one block of memory, in a batch several."""
     batch = torch.ones(ROWS, 300, 8)[:, 100:]
     with Calls() as seen, one_by_one(ROWS):

@@ -150,7 +150,7 @@ def latents(found: object) -> Tensor:
     return found
 
 
-def test_noise_comes_from_the_seed_and_each_step_moves_it() -> None:
+def test_latents_start_as_seeded_noise_and_change_with_each_step() -> None:
     (output,) = denoise().run([task(guidance_scale=1.0)])
 
     made = latents(output.tensors["latents"])
@@ -158,13 +158,13 @@ def test_noise_comes_from_the_seed_and_each_step_moves_it() -> None:
     assert not made.requires_grad
 
 
-def test_guidance_goes_from_the_negative_beyond_the_prompt() -> None:
+def test_guidance_extrapolates_from_negative_to_prompt_prediction() -> None:
     (output,) = denoise().run([task(guidance_scale=3.0)])
 
     assert torch.allclose(latents(output.tensors["latents"]), noise(3) - 4 * 0.1 * (1.0 + 3.0 * (2.0 - 1.0)))
 
 
-def test_the_global_generator_is_neither_used_nor_moved() -> None:
+def test_denoise_does_not_use_the_global_random_generator() -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
 
@@ -186,7 +186,7 @@ def test_progress_counts_steps() -> None:
 
 
 @pytest.mark.parametrize("options", [EXACT, FUSED])
-def test_states_step_together_from_different_places(options: ComputeOptions) -> None:
+def test_requests_at_different_steps_are_batched_together(options: ComputeOptions) -> None:
     """Each with its own seed, scale, number of steps and offset; the halves of guidance in one forward."""
     denoiser = Constant()
     stage = Denoise(denoiser, options)
@@ -204,7 +204,7 @@ def test_states_step_together_from_different_places(options: ComputeOptions) -> 
     assert torch.allclose(late.latents, noise(2) - 0.1 * 8.0)
 
 
-def test_conditions_are_shared_by_both_halves_of_guidance() -> None:
+def test_image_condition_is_shared_by_both_guidance_halves() -> None:
     stage = denoise(conditions={"image": (1, None)})
     given = task()
     bare, ready = given, StageInput(given.params, {**given.tensors, "image": torch.full((1, 3), 10.0)})
@@ -222,7 +222,7 @@ def masked(**changes: float | None) -> StageInput:
     return StageInput(given.params, {**given.tensors, **masks})
 
 
-def test_masks_are_of_whole_numbers_and_stay_so() -> None:
+def test_attention_masks_must_be_integer_tensors() -> None:
     stage, good = Denoise(Particular(), EXACT), masked()
 
     stage.verify(good)
@@ -233,7 +233,7 @@ def test_masks_are_of_whole_numbers_and_stay_so() -> None:
         stage.verify(StageInput(PARAMS, {**good.tensors, "mask": torch.ones(1, 2)}))
 
 
-def test_a_family_says_how_the_halves_of_guidance_combine_for_each_request() -> None:
+def test_family_combines_guidance_per_request_in_a_batch() -> None:
     """By its own timestep and parameters, also beside another in one forward: 2 × 2 towards, 1 × 3 × seed away."""
     stage = Denoise(Particular(), EXACT)
     early, late = stage.start(masked(seed=1)), stage.start(masked(seed=2, num_inference_steps=1))
@@ -244,7 +244,7 @@ def test_a_family_says_how_the_halves_of_guidance_combine_for_each_request() -> 
     assert torch.allclose(late.latents, noise(2) - 0.1 * 6.0)
 
 
-def test_a_family_has_the_last_word_on_the_outcome_and_on_previews() -> None:
+def test_family_hook_transforms_final_latents_and_previews() -> None:
     stage = Denoise(Particular(), EXACT, PreviewDecoder(Picture))
     (state,) = advance(stage, stage.start(masked(num_inference_steps=1, preview_every=1)))
 
@@ -255,7 +255,7 @@ def test_a_family_has_the_last_word_on_the_outcome_and_on_previews() -> None:
     assert stage.preview(state) is not None
 
 
-def test_values_that_are_not_finite_name_the_step_and_leave_the_mates_alone() -> None:
+def test_non_finite_latents_fail_only_their_request_and_name_the_step() -> None:
     stage = denoise(bad=2)
     late, early = stage.start(task()), stage.start(task(seed=1, num_inference_steps=9))
     (late,) = advance(stage, late)
@@ -269,7 +269,7 @@ def test_values_that_are_not_finite_name_the_step_and_leave_the_mates_alone() ->
     assert torch.allclose(early.latents, noise(1) - 0.1 * 4.0)
 
 
-def test_a_preview_shows_where_the_latents_are_heading() -> None:
+def test_preview_shows_the_estimated_final_latents() -> None:
     stage = Denoise(Constant(), EXACT, PreviewDecoder(Picture))
     state = stage.start(task(preview_every=1, num_inference_steps=8, width=96, height=48))
     (state,) = advance(stage, state)
@@ -286,14 +286,14 @@ def test_a_preview_shows_where_the_latents_are_heading() -> None:
     assert media.content_type == "image/jpeg"
 
 
-def test_nothing_is_kept_for_previews_nobody_wants() -> None:
+def test_no_preview_estimate_is_stored_without_preview_every() -> None:
     stage = Denoise(Constant(), EXACT, PreviewDecoder(Picture))
     (state,) = advance(stage, stage.start(task()))
     assert state.estimate is None
     assert stage.preview(state) is None
 
 
-def test_latents_that_overflowed_in_the_last_step_are_not_handed_on() -> None:
+def test_non_finite_latents_after_the_last_step_raise_permanent_error() -> None:
     stage = denoise()
     state = stage.start(task(num_inference_steps=1))
     (state,) = advance(stage, state)
@@ -313,12 +313,12 @@ def test_latents_that_overflowed_in_the_last_step_are_not_handed_on() -> None:
         {"guidance_scale": None},
     ],
 )
-def test_a_task_that_lacks_something_is_refused(change: dict[str, float | None]) -> None:
+def test_verify_rejects_missing_or_invalid_parameters(change: dict[str, float | None]) -> None:
     with pytest.raises(PermanentError, match=next(iter(change))):
         denoise().verify(task(**change))
 
 
-def test_negative_embeddings_are_needed_only_under_guidance() -> None:
+def test_negative_embeddings_are_required_only_with_guidance() -> None:
     stage = denoise()
     tensors = {"embeds": torch.zeros(1, 5), "negative_embeds": None}
 
@@ -331,7 +331,7 @@ def key(stage: Stage, params: Params) -> Hashable:
     return stage.batch_key(StageInput(params, {}))
 
 
-def test_guided_and_unguided_requests_share_no_batch() -> None:
+def test_batch_key_separates_guidance_size_and_sequence_length() -> None:
     stage = denoise()
 
     assert key(stage, PARAMS) == stage.batch_key(StageInput({**PARAMS, "seed": 9, "guidance_scale": 7.5}, {}))

@@ -24,5 +24,7 @@ from unfuse.stages.media import remedy
         ),
     ],
 )
-def test_the_advice_fits_the_dtype_and_the_request(dtype: torch.dtype | None, params: Params, advice: str) -> None:
+def test_non_finite_advice_depends_on_dtype_and_parameters(
+    dtype: torch.dtype | None, params: Params, advice: str
+) -> None:
     assert remedy("the model", dtype, params) == advice

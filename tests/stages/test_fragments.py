@@ -48,7 +48,7 @@ def again(folder: Path, file: bytes, fps: float = 8) -> list[bytes]:
 
 @given(data=st.data(), fps=st.sampled_from([1, 8, 12.5, 16, 24, 29.97, 60]), seed=st.integers(0, 99))
 @settings(max_examples=examples(20), deadline=None)
-def test_the_stream_does_not_depend_on_how_frames_come_and_follows_from_the_file(
+def test_fragmented_mp4_is_independent_of_frame_grouping(
     data: st.DataObject, fps: float, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
@@ -67,7 +67,7 @@ def test_the_stream_does_not_depend_on_how_frames_come_and_follows_from_the_file
     assert len(times) == sum(sizes)
 
 
-def test_each_part_is_there_with_its_frames_and_can_be_played_with_those_before_it() -> None:
+def test_each_video_fragment_is_playable_with_the_preceding_ones() -> None:
     frames = noise(9)
     parts, file = recorded([frames[:1], frames[1:5], frames[5:]])
     whole = played(file)[0]
@@ -87,7 +87,7 @@ def boxes(data: bytes) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def test_the_stream_is_a_head_and_a_fragment_for_each_frame() -> None:
+def test_fragmented_mp4_has_a_header_and_one_fragment_per_frame() -> None:
     parts, file = recorded([noise(3)])
 
     assert [kind for kind, _ in boxes(parts[0])] == [b"ftyp", b"moov", *[b"moof", b"mdat"] * 3]
@@ -99,7 +99,7 @@ def test_the_stream_is_a_head_and_a_fragment_for_each_frame() -> None:
     assert b"moof" not in dict(boxes(file))
 
 
-def test_data_lies_where_its_fragment_says() -> None:
+def test_fragment_data_offset_points_to_the_frame() -> None:
     fragment = Fragments(16, 16, Fraction(8), b"").fragment(frame := b"\0\0\0\1\x65\0\0\0\2\x41\0")
     (_, moof), (_, mdat) = boxes(fragment)
     run = dict(boxes(dict(boxes(moof))[b"traf"]))[b"trun"]
@@ -111,7 +111,7 @@ def test_data_lies_where_its_fragment_says() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.binary(min_size=1).map(lambda raw: raw.replace(b"\0", b"\1")), min_size=1), st.data())
-def test_units_are_cut_at_start_codes_of_three_and_four_bytes(made: list[bytes], data: st.DataObject) -> None:
+def test_nal_units_split_at_three_and_four_byte_start_codes(made: list[bytes], data: st.DataObject) -> None:
     codes = st.sampled_from([b"\0\0\1", b"\0\0\0\1"])
     encoded = b"".join(data.draw(codes) + unit for unit in made)
 
@@ -119,7 +119,7 @@ def test_units_are_cut_at_start_codes_of_three_and_four_bytes(made: list[bytes],
     assert with_lengths(encoded) == b"".join(pack(">I", len(unit)) + unit for unit in made)
 
 
-def test_the_configuration_is_that_of_the_finished_file(tmp_path: Path) -> None:
+def test_avc_configuration_equals_that_of_the_finished_mp4(tmp_path: Path) -> None:
     video = VideoWriter(8)
     video.add(noise(1))
     parameters = video._stream.codec_context.extradata
@@ -130,7 +130,7 @@ def test_the_configuration_is_that_of_the_finished_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", [66, 77])
-def test_the_configuration_of_a_simple_profile_ends_with_the_parameters(profile: int) -> None:
+def test_avc_configuration_of_simple_profiles_ends_with_parameter_sets(profile: int) -> None:
     sequence, picture = bytes([0x67, profile, 0, 30, 9]), b"\x68\xaa"
     found = configuration(b"\0\0\0\1" + sequence + b"\0\0\1" + picture)
     assert found == bytes([1, profile, 0, 30, 255, 225, 0, 5]) + sequence + b"\1\0\2" + picture

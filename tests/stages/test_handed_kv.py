@@ -70,7 +70,7 @@ def written(tokens: int, every: int = 1 << 30) -> tuple[Output, list[tuple[Tenso
 
 
 @pytest.mark.parametrize("tokens", [1, 255, 256, 257, 600])
-def test_what_is_written_as_it_comes_is_what_is_written_at_the_end_and_what_was_there(tokens: int) -> None:
+def test_kv_object_is_equal_written_by_chunk_or_at_the_end(tokens: int) -> None:
     """Given sequences around whole chunks, then each layer's keys and values lie where the layout says, whether they
     were written chunk by chunk or at the end, and a reader puts them back, in pieces of whatever length."""
     output, made = written(tokens)
@@ -94,7 +94,7 @@ def test_what_is_written_as_it_comes_is_what_is_written_at_the_end_and_what_was_
 
 
 @pytest.mark.parametrize("tokens", [255, 600])
-def test_a_rank_takes_its_heads_of_what_comes(tokens: int) -> None:
+def test_kv_reader_of_a_rank_stores_only_its_heads(tokens: int) -> None:
     """Given a sequence that has one of the heads, then a reader puts that in place, and nothing of the others."""
     output, made = written(tokens)
     layout = KvLayout(LAYERS, HEADS, WIDTH, torch.float32, tokens)
@@ -110,7 +110,7 @@ def test_a_rank_takes_its_heads_of_what_comes(tokens: int) -> None:
             assert torch.equal(kv.read(layer)[0], keys[heads]) and torch.equal(kv.read(layer)[1], values[heads])
 
 
-def test_layers_are_told_within_a_chunk_where_that_completes_what_others_can_read() -> None:
+def test_kv_progress_is_reported_per_layer_or_chunk_by_unit_size() -> None:
     """Given a layer that is as much as others can read at a time, then each is told; given more, chunks are."""
     unit = 2 * HEADS * WIDTH * PREFILL_CHUNK_TOKENS
     assert written(600, every=unit)[0].told == [unit * n for n in range(1, 2 * LAYERS + 1)] + [
@@ -119,7 +119,7 @@ def test_layers_are_told_within_a_chunk_where_that_completes_what_others_can_rea
     assert len(written(600)[0].told) == 3
 
 
-def test_a_step_that_is_made_again_changes_nothing_that_was_told() -> None:
+def test_recomputed_step_does_not_change_announced_kv() -> None:
     """Given a sequence that gave up what it had and is computed again, with other values, then what was told stays."""
     kv, layout, made = filled(600)
     output, writer = Output(layout, 1), KvWriter(kv, layout)
@@ -135,7 +135,7 @@ def test_a_step_that_is_made_again_changes_nothing_that_was_told() -> None:
     assert len(output.told) == 3 and torch.equal(output.bytes[: output.told[1]], before[: output.told[1]])
 
 
-def test_the_heads_of_one_layer_and_chunk_are_one_range_each() -> None:
+def test_heads_of_a_kv_unit_are_contiguous() -> None:
     """A rank of another degree takes its heads alone: of each unit one range."""
     layout = KvLayout(LAYERS, HEADS, WIDTH, torch.float32, 600)
     unit = torch.empty(layout.unit(PREFILL_CHUNK_TOKENS))
@@ -145,7 +145,7 @@ def test_the_heads_of_one_layer_and_chunk_are_one_range_each() -> None:
     assert not layout.fits({}) and not layout.fits({CHUNKS: unit, LAST_CHUNK: unit})
 
 
-def test_a_reader_whose_sequence_gave_up_its_place_takes_nothing_more() -> None:
+def test_kv_reader_of_a_freed_sequence_writes_nothing() -> None:
     """Given a sequence that others took the blocks of amid its transfer, then it is not whole, and nobody's blocks are
     written."""
     output, _ = written(600)

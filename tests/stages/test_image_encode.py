@@ -44,7 +44,7 @@ def task(data: bytes, **params: object) -> StageInput:
     return StageInput({**PARAMS, **params}, {}, {"image": data})
 
 
-def test_every_picture_of_a_batch_has_its_own_encoding() -> None:
+def test_each_image_of_a_batch_gets_its_own_encoding() -> None:
     stage = ImageEncode(Pixels())
     tasks = [task(file((number, 0, 9))) for number in range(3)]
     for one in tasks:
@@ -61,7 +61,7 @@ def key(stage: Stage, params: Params) -> Hashable:
     return stage.batch_key(StageInput(params, {}))
 
 
-def test_requests_of_one_size_and_length_may_be_encoded_together() -> None:
+def test_batch_key_groups_images_of_equal_size_and_length() -> None:
     stage = ImageEncode(Pixels())
 
     assert stage.uploads == ("image",)
@@ -69,7 +69,7 @@ def test_requests_of_one_size_and_length_may_be_encoded_together() -> None:
     assert key(stage, PARAMS) != key(stage, {**PARAMS, "num_frames": 5})
 
 
-def test_a_task_without_a_picture_or_a_parameter_is_refused_before_it_runs() -> None:
+def test_verify_rejects_a_missing_image_or_parameter() -> None:
     stage = ImageEncode(Pixels())
 
     with pytest.raises(PermanentError, match="upload image is missing"):
@@ -94,7 +94,7 @@ def test_a_task_without_a_picture_or_a_parameter_is_refused_before_it_runs() -> 
         (file(80, "L", "JPEG"), (80, 80, 80)),
     ],
 )
-def test_pictures_become_rgb(data: bytes, pixel: tuple[int, int, int]) -> None:
+def test_uploaded_images_are_converted_to_rgb(data: bytes, pixel: tuple[int, int, int]) -> None:
     picture = read_image(data)
 
     assert (picture.mode, picture.size) == ("RGB", (4, 2))
@@ -102,7 +102,7 @@ def test_pictures_become_rgb(data: bytes, pixel: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
-def test_a_picture_that_lies_on_its_side_is_put_upright(form: str) -> None:
+def test_exif_rotation_is_applied_to_uploaded_images(form: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
 
@@ -136,7 +136,7 @@ def bomb(width: int, height: int) -> bytes:
         bomb(0, 0),
     ],
 )
-def test_what_is_no_whole_picture_fails_the_request_in_a_sentence(data: bytes) -> None:
+def test_invalid_or_oversized_image_raises_permanent_error(data: bytes) -> None:
     with pytest.raises(
         PermanentError, match="the picture (cannot be decoded|is not a PNG|is 30000x30000|has more than 40000000)"
     ):

@@ -156,7 +156,7 @@ def distance(writers: Writers, expected: Sequence[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_twenty_prompts_go_on_as_generate_goes_on(family: str) -> None:
+def test_tokens_equal_transformers_generate_alone_batched_and_chunked(family: str) -> None:
     model = made(family)
     expected = [generated(model, prompt) for prompt in prompts()]
     assert len({token for tokens, _ in expected for token in tokens}) > 100, "the model does not repeat itself"
@@ -176,7 +176,7 @@ def test_twenty_prompts_go_on_as_generate_goes_on(family: str) -> None:
 
 
 @pytest.mark.parametrize("long", [1, language_model.LONG], ids=["read in place", "joined"])
-def test_tokens_do_not_depend_on_where_keys_and_values_lie(monkeypatch: pytest.MonkeyPatch, long: int) -> None:
+def test_tokens_do_not_depend_on_kv_block_placement(monkeypatch: pytest.MonkeyPatch, long: int) -> None:
     monkeypatch.setattr(language_model, "LONG", long)
     model, few = made(), prompts(6)
     compact, spread, alone, spread_alone = (
@@ -197,7 +197,7 @@ def test_tokens_do_not_depend_on_where_keys_and_values_lie(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kv", [room(), scattered(60)], ids=["in one piece", "in many"])
-def test_a_token_copies_nothing_that_is_kept(monkeypatch: pytest.MonkeyPatch, kv: PagedKvCache) -> None:
+def test_decode_step_does_not_copy_the_kv_cache(monkeypatch: pytest.MonkeyPatch, kv: PagedKvCache) -> None:
     """Of what lies in one run, or in long ones, as all are here."""
     monkeypatch.setattr(language_model, "LONG", 1)
 
@@ -224,7 +224,7 @@ def test_a_token_copies_nothing_that_is_kept(monkeypatch: pytest.MonkeyPatch, kv
     assert 0 < seen.most < 120 * KEPT * WIDTH / 3
 
 
-def test_a_sequence_that_gave_up_its_blocks_goes_on_as_if_it_had_not() -> None:
+def test_retracted_sequence_continues_with_the_same_tokens() -> None:
     model = made()
     expected = [generated(model, prompt)[0] for prompt in prompts(3)]
     kv = room(128)
@@ -243,7 +243,7 @@ def test_a_sequence_that_gave_up_its_blocks_goes_on_as_if_it_had_not() -> None:
     assert writers.tokens == expected
 
 
-def test_what_was_computed_elsewhere_is_gone_on_with() -> None:
+def test_decode_continues_from_kv_computed_by_another_model_copy() -> None:
     """As prefill and decode do it, by halves of the heads, into another place."""
     model, prompt = made(), prompts(9)[8]
     expected, _ = generated(model, prompt)
@@ -264,7 +264,7 @@ def test_what_was_computed_elsewhere_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_each_layer_is_told_of_when_it_is_final(alone: bool) -> None:
+def test_on_layer_is_called_when_the_kv_of_a_layer_is_final(alone: bool) -> None:
     kv = room()
     model = LanguageModel(made(), kv)
     parts = [(kv.sequence(), prompt) for prompt in prompts(3)]
@@ -284,7 +284,7 @@ def test_each_layer_is_told_of_when_it_is_final(alone: bool) -> None:
         assert all(torch.equal(*pair) for pair in zip(kept, now, strict=True))
 
 
-def test_a_forward_said_again_computes_the_same() -> None:
+def test_repeated_forward_returns_the_same_logits() -> None:
     kv = room()
     model = LanguageModel(made(), kv)
     (sequence, other) = (kv.sequence(), kv.sequence())
@@ -298,7 +298,7 @@ def test_a_forward_said_again_computes_the_same() -> None:
     assert not once[0].requires_grad and model.forward([]) == []
 
 
-def test_a_part_without_tokens_or_room_for_them_is_refused() -> None:
+def test_forward_rejects_sequences_without_tokens_or_kv_space() -> None:
     kv = room()
     model, sequence = LanguageModel(made(), kv), kv.sequence()
     sequence.extend(2)
@@ -324,7 +324,7 @@ def test_a_part_without_tokens_or_room_for_them_is_refused() -> None:
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_positions_may_be_scaled(rope: dict[str, Any]) -> None:
+def test_rope_scaling_is_applied_as_in_transformers(rope: dict[str, Any]) -> None:
     model = made(rope_parameters={"rope_theta": 10_000.0, **rope})
     plain, _ = generated(made(), prompts(7)[6])
     expected = [generated(model, prompt)[0] for prompt in prompts(7)]
@@ -336,7 +336,7 @@ def test_positions_may_be_scaled(rope: dict[str, Any]) -> None:
     assert writers.tokens == expected
 
 
-def test_narrow_numbers_are_computed_as_transformers_does() -> None:
+def test_bfloat16_logits_equal_transformers_generate() -> None:
     model = made(dtype=torch.bfloat16)
     tokens, logits = generated(model, prompts(9)[8])
     alone = Writers(copy.deepcopy(model), room(dtype=torch.bfloat16), prompts(9)[8:])
@@ -347,7 +347,7 @@ def test_narrow_numbers_are_computed_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_that_are_served_are_not_refused(family: str) -> None:
+def test_supported_language_models_are_accepted(family: str) -> None:
     assert refusal(FAMILIES[family][1].to_dict()) == ""
 
 
@@ -363,11 +363,11 @@ def test_models_that_are_served_are_not_refused(family: str) -> None:
     ],
     ids=lambda given: getattr(given, "model_type", ""),
 )
-def test_a_model_whose_attention_is_another_is_refused(config: Any, reason: str) -> None:
+def test_model_with_unsupported_attention_is_rejected(config: Any, reason: str) -> None:
     assert reason in refusal(config.to_dict())
 
 
-def test_a_model_that_is_refused_is_not_made() -> None:
+def test_constructing_an_unsupported_model_raises_config_error() -> None:
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=64))
     with pytest.raises(
         ConfigError, match=r"this model cannot be served: it uses sliding window attention \(64 tokens\)"

@@ -39,7 +39,7 @@ def one(frames: NDArray[np.uint8], **params: str | float) -> EncodedMedia:
 
 @given(data=st.data(), width=st.integers(1, 12), height=st.integers(1, 12))
 @settings(max_examples=examples(15))
-def test_png_keeps_every_pixel(data: st.DataObject, width: int, height: int) -> None:
+def test_png_encoding_is_lossless(data: st.DataObject, width: int, height: int) -> None:
     size = width * height * 3
     raw = data.draw(st.binary(min_size=size, max_size=size))
     frames = np.frombuffer(raw, np.uint8).reshape(1, height, width, 3)
@@ -48,7 +48,7 @@ def test_png_keeps_every_pixel(data: st.DataObject, width: int, height: int) -> 
 
 
 @pytest.mark.parametrize(("output_format", "magic"), [("jpeg", b"\xff\xd8"), ("webp", b"RIFF")])
-def test_jpeg_and_webp_are_close_and_smaller_at_lower_quality(output_format: str, magic: bytes) -> None:
+def test_jpeg_and_webp_files_shrink_with_lower_quality(output_format: str, magic: bytes) -> None:
     frames = scene(1, 64, 32)
 
     best = one(frames, output_format=output_format)
@@ -61,7 +61,7 @@ def test_jpeg_and_webp_are_close_and_smaller_at_lower_quality(output_format: str
     assert best == one(frames, output_format=output_format, output_compression=100)
 
 
-def test_pictures_of_a_video_come_one_a_frame() -> None:
+def test_video_frames_encode_to_one_png_each() -> None:
     frames = scene(3, 16, 16)
 
     assert np.array_equal(np.stack([picture(media) for media in encode(frames, {"output_format": "png"})]), frames)
@@ -77,7 +77,7 @@ def decoded(media: EncodedMedia) -> tuple[NDArray[np.uint8], float]:
 
 
 @pytest.mark.parametrize(("count", "width", "height", "fps"), [(9, 64, 48, 8), (1, 16, 16, 24), (5, 18, 34, 12.5)])
-def test_mp4_has_the_frames_size_rate_and_colours(count: int, width: int, height: int, fps: float) -> None:
+def test_mp4_preserves_frame_size_rate_and_colours(count: int, width: int, height: int, fps: float) -> None:
     frames = scene(count, width, height)
 
     media = one(frames, output_format="mp4", fps=fps)
@@ -89,9 +89,7 @@ def test_mp4_has_the_frames_size_rate_and_colours(count: int, width: int, height
     assert np.abs(found.astype(int) - frames).mean() < 8
 
 
-def test_mp4_is_the_same_every_time_leaves_no_file_and_begins_with_its_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mp4_is_deterministic_and_starts_with_its_moov_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     frames = scene(9, 32, 32)
 
@@ -104,7 +102,7 @@ def test_mp4_is_the_same_every_time_leaves_no_file_and_begins_with_its_index(
 
 
 @pytest.mark.parametrize("form", ["png", "webp", "mp4"])
-def test_frames_that_come_a_few_at_a_time_make_the_same_files(form: str) -> None:
+def test_incremental_encoding_equals_encoding_all_frames_at_once(form: str) -> None:
     frames, params = scene(7, 32, 32), {"output_format": form, "fps": 8}
     recording = record({**params})
 
@@ -114,7 +112,7 @@ def test_frames_that_come_a_few_at_a_time_make_the_same_files(form: str) -> None
     assert [bool(part) for part in parts] == [form == "mp4"] * 3
 
 
-def test_a_video_that_is_given_up_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_video_leaves_no_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     gc.collect()
     before = descriptors()
@@ -129,7 +127,7 @@ def test_a_video_that_is_given_up_leaves_no_file_open(tmp_path: Path, monkeypatc
     assert descriptors() <= before
 
 
-def test_a_video_without_frames_is_refused() -> None:
+def test_video_without_frames_raises_permanent_error() -> None:
     with pytest.raises(PermanentError, match="at least one frame"):
         record({"output_format": "mp4", "fps": 8}).finish()
 
@@ -143,6 +141,6 @@ def test_a_video_without_frames_is_refused() -> None:
         ({"output_format": "mp4", "fps": 8}, "a video must have even sides, not 15x16: request png frames instead"),
     ],
 )
-def test_what_cannot_be_written_is_refused(params: Params, sentence: str) -> None:
+def test_unsupported_output_parameters_raise_permanent_error(params: Params, sentence: str) -> None:
     with pytest.raises(PermanentError, match=sentence):
         encode(np.zeros((1, 16, 15, 3), np.uint8), params)

@@ -41,7 +41,7 @@ def walk(scheduler: Any, latents: Tensor, first: int, last: int) -> Tensor:
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 @settings(max_examples=examples(15), deadline=None)
 @given(kind=st.sampled_from(sorted(MAKERS)), steps=st.integers(2, 12), data=st.data())
-def test_a_scheduler_goes_on_in_another_process_as_if_nothing_had_been(kind: str, steps: int, data: Any) -> None:
+def test_restored_noise_scheduler_produces_identical_latents(kind: str, steps: int, data: Any) -> None:
     """Given one that made some of its steps, when what it remembers travels as tensors and bytes into a fresh one,
     then the rest of the steps give the same bits."""
     made = data.draw(st.integers(0, steps))
@@ -58,14 +58,14 @@ def test_a_scheduler_goes_on_in_another_process_as_if_nothing_had_been(kind: str
     assert torch.equal(walk(other, kept, made, steps), expected)
 
 
-def test_a_first_order_scheduler_has_only_its_place_to_remember() -> None:
+def test_first_order_noise_scheduler_state_is_only_its_step_index() -> None:
     scheduler = fresh("euler", 8)
     walk(scheduler, torch.ones(1, 2), 0, 3)
     tensors, values = scheduler_state(scheduler, fresh("euler", 8))
     assert (tensors, values) == ({}, {"_step_index": 3})
 
 
-def test_what_was_taken_does_not_move_with_the_scheduler() -> None:
+def test_saved_noise_scheduler_state_is_a_copy() -> None:
     scheduler = fresh("unipc", 6)
     latents = walk(scheduler, torch.ones(1, 2), 0, 3)
     tensors, _ = scheduler_state(scheduler, fresh("unipc", 6))
@@ -75,7 +75,7 @@ def test_what_was_taken_does_not_move_with_the_scheduler() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 
 
-def test_a_scheduler_with_a_secret_cannot_be_saved() -> None:
+def test_noise_scheduler_with_unknown_object_cannot_be_saved() -> None:
     scheduler = fresh("euler", 4)
     scheduler.secret = object()
     with pytest.raises(PermanentError, match="object in scheduler.secret cannot be saved"):

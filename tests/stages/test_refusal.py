@@ -35,12 +35,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("config", SERVED, ids=str)
-def test_full_attention_is_served(config: dict[str, Any]) -> None:
+def test_full_attention_configs_are_accepted(config: dict[str, Any]) -> None:
     assert refusal(config) == ""
 
 
 @pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda given: "" if isinstance(given, str) else str(given))
-def test_other_attention_is_refused_in_a_sentence(config: dict[str, Any], reason: str) -> None:
+def test_unsupported_attention_is_rejected_with_a_reason(config: dict[str, Any], reason: str) -> None:
     said = refusal(config)
 
     assert said.startswith(("it ", "its ")) and "supported" in said
@@ -48,6 +48,6 @@ def test_other_attention_is_refused_in_a_sentence(config: dict[str, Any], reason
 
 
 @pytest.mark.slow
-def test_a_gateway_can_ask_without_torch() -> None:
+def test_model_config_check_does_not_import_torch() -> None:
     asked = "import sys, unfuse.stages.refusal; print({'torch', 'transformers'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True).stdout == "set()\n"

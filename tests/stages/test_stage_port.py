@@ -53,7 +53,7 @@ def _task(*values: float) -> StageInput:
     return StageInput({"width": 16, "height": 32}, {"x": torch.tensor(values, dtype=torch.float32)})
 
 
-def test_a_plain_stage_runs_in_the_step_loop_in_one_step() -> None:
+def test_plain_stage_completes_in_one_step() -> None:
     stage = Double()
     first, second = _task(1, 2), _task(3, 4)
     stage.verify(first)
@@ -67,13 +67,13 @@ def test_a_plain_stage_runs_in_the_step_loop_in_one_step() -> None:
     assert [tensor.tolist() for tensor in made if tensor is not None] == [[2, 4], [6, 8]]
 
 
-def test_a_stepped_stage_runs_each_task_to_its_own_end() -> None:
+def test_stepped_stage_runs_each_task_to_its_own_last_step() -> None:
     outputs = Count().run([StageInput({"to": to}, {}) for to in (3, 0, 7)])
 
     assert [int(output.tensors["n"]) for output in outputs if output.tensors["n"] is not None] == [3, 0, 7]
 
 
-def test_a_task_that_cannot_be_stepped_raises_what_it_failed_by() -> None:
+def test_failing_step_raises_the_error_of_its_task() -> None:
     with pytest.raises(PermanentError, match="unlucky"):
         Count().run([StageInput({"to": 14}, {})])
 
@@ -83,7 +83,7 @@ def test_stages_share_no_exact_batch_by_default() -> None:
     assert stage.exact_batch_key(stage.start(_task(1, 2))) is None
 
 
-def test_a_stage_has_no_preview_of_its_own_accord() -> None:
+def test_stages_return_no_preview_by_default() -> None:
     assert Count().preview((1, 2)) is None
 
 
@@ -91,7 +91,7 @@ def key(stage: Stage, params: Params) -> Hashable:
     return stage.batch_key(StageInput(params, {}))
 
 
-def test_tasks_of_one_size_share_a_batch() -> None:
+def test_batch_key_groups_tasks_of_equal_size() -> None:
     stage = Double()
     assert key(stage, {"width": 16, "height": 32, "seed": 1}) == stage.batch_key(
         StageInput({"height": 32, "width": 16}, {})
@@ -103,7 +103,7 @@ def test_tasks_of_one_size_share_a_batch() -> None:
 @pytest.mark.parametrize(
     ("value", "kind", "expected"), [(3, int, 3), (3, float, 3.0), (0.5, float, 0.5), ("", str, "")]
 )
-def test_a_parameter_of_its_type(value: int | float | str, kind: type, expected: object) -> None:
+def test_need_returns_the_parameter_in_its_type(value: int | float | str, kind: type, expected: object) -> None:
     found = need({"p": value}, "p", kind)
 
     assert found == expected
@@ -111,7 +111,7 @@ def test_a_parameter_of_its_type(value: int | float | str, kind: type, expected:
 
 
 @pytest.mark.parametrize(("value", "kind"), [(None, int), (True, int), (True, float), ("3", int), (3.0, int), (3, str)])
-def test_a_parameter_that_is_missing_or_of_another_type(value: object, kind: type) -> None:
+def test_need_rejects_a_missing_or_mistyped_parameter(value: object, kind: type) -> None:
     params = {} if value is None else {"p": value}
 
     with pytest.raises(PermanentError, match=f"parameter p must be of type {kind.__name__}, not {value!r}"):
@@ -129,11 +129,11 @@ def test_a_parameter_that_is_missing_or_of_another_type(value: object, kind: typ
         torch.zeros(0),
     ],
 )
-def test_a_tensor_that_is_not_the_declared_one(tensor: torch.Tensor | None) -> None:
+def test_need_tensor_rejects_an_undeclared_shape_or_dtype(tensor: torch.Tensor | None) -> None:
     with pytest.raises(PermanentError, match="input x"):
         need_tensor(StageInput({}, {"x": tensor}), "x", (1, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tensor_of_the_declared_shape(dtype: torch.dtype) -> None:
+def test_need_tensor_accepts_the_declared_shape(dtype: torch.dtype) -> None:
     need_tensor(StageInput({}, {"x": torch.zeros(1, 7, dtype=dtype)}), "x", (1, None))

@@ -82,7 +82,7 @@ def tasks() -> list[StageInput]:
     return [StageInput({"width": 16}, {"x": torch.tensor([1.0, value])}) for value in (2.0, 3.0)]
 
 
-def test_a_stage_that_keeps_its_promises_passes() -> None:
+def test_stage_suite_passes_a_conforming_stage() -> None:
     check_stage(Grow(), tasks())
 
 
@@ -104,6 +104,6 @@ BROKEN: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "broken", "says"), BROKEN)
-def test_one_that_breaks_a_promise_is_found_out(kind: Any, broken: str, says: str) -> None:
+def test_stage_suite_detects_each_violation_of_the_stage_contract(kind: Any, broken: str, says: str) -> None:
     with pytest.raises((AssertionError, PermanentError), match=says):
         check_stage(kind(broken), tasks())

@@ -39,7 +39,7 @@ def run(params: Params) -> tuple[dict[str, Tensor | None], list[list[str]]]:
     return dict(output.tensors), encoder.asked
 
 
-def test_both_texts_are_encoded_under_guidance() -> None:
+def test_prompt_and_negative_prompt_are_encoded_with_guidance() -> None:
     tensors, asked = run(PARAMS)
 
     assert asked == [["ab"], ["c"]]
@@ -49,7 +49,7 @@ def test_both_texts_are_encoded_under_guidance() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0, 0.3])
-def test_without_guidance_the_negative_is_none(scale: float) -> None:
+def test_negative_embeddings_are_none_without_guidance(scale: float) -> None:
     tensors, asked = run({**PARAMS, "guidance_scale": scale})
 
     assert asked == [["ab"]]
@@ -58,13 +58,13 @@ def test_without_guidance_the_negative_is_none(scale: float) -> None:
 
 
 @pytest.mark.parametrize("left_out", [{}, {"negative_prompt": None}, {"negative_prompt": ""}])
-def test_a_negative_prompt_that_was_left_out_is_empty(left_out: Params) -> None:
+def test_missing_negative_prompt_defaults_to_empty_text(left_out: Params) -> None:
     _, asked = run({name: value for name, value in PARAMS.items() if name != "negative_prompt"} | left_out)
 
     assert asked == [["ab"], [""]]
 
 
-def test_no_gradient_leaves_the_stage() -> None:
+def test_encoded_tensors_require_no_gradient() -> None:
     tensors, _ = run(PARAMS)
 
     assert not any(tensor.requires_grad for tensor in tensors.values() if tensor is not None)
@@ -80,7 +80,7 @@ def test_no_gradient_leaves_the_stage() -> None:
         {"max_sequence_length": 0},
     ],
 )
-def test_a_task_that_lacks_something_is_refused(change: Params) -> None:
+def test_verify_rejects_missing_or_invalid_parameters(change: Params) -> None:
     with pytest.raises(PermanentError, match=next(iter(change))):
         TextEncode(Letters()).verify(StageInput({**PARAMS, **change}, {}))
 
@@ -89,14 +89,14 @@ def key(stage: Stage, params: Params) -> Hashable:
     return stage.batch_key(StageInput(params, {}))
 
 
-def test_texts_of_one_length_share_a_batch() -> None:
+def test_batch_key_groups_texts_of_equal_max_sequence_length() -> None:
     stage = TextEncode(Letters())
 
     assert key(stage, PARAMS) == stage.batch_key(StageInput({**PARAMS, "prompt": "other", "width": 512}, {}))
     assert key(stage, PARAMS) != stage.batch_key(StageInput({**PARAMS, "max_sequence_length": 5}, {}))
 
 
-def test_a_batch_is_two_forwards_and_everyone_gets_what_is_theirs() -> None:
+def test_text_batch_runs_two_forwards_with_results_equal_to_solo_runs() -> None:
     encoder = Letters()
     tasks = [
         StageInput({**PARAMS, **change}, {})

@@ -36,7 +36,7 @@ class Same:
         return self.weight * grid
 
 
-def test_each_frame_becomes_a_picture_without_loss() -> None:
+def test_each_frame_becomes_a_lossless_png() -> None:
     video = torch.rand(1, 3, 3, 8, 16) * 2 - 1
     stage = VaeDecode(Same())
     task = StageInput(PARAMS, {"latents": video})
@@ -65,7 +65,7 @@ def test_pixels_are_rounded_as_diffusers_rounds_them(dtype: torch.dtype) -> None
     assert np.array_equal(to_pixels(video[0]), np.stack([np.asarray(frame) for frame in expected]))
 
 
-def test_pixels_that_are_no_numbers_are_refused() -> None:
+def test_non_finite_pixels_raise_permanent_error() -> None:
     video = torch.zeros(1, 3, 1, 8, 8)
     video[0, 1, 0, 2, 3] = math.nan
 
@@ -87,14 +87,14 @@ def test_pixels_that_are_no_numbers_are_refused() -> None:
         ),
     ],
 )
-def test_a_task_that_lacks_something_is_refused(
+def test_verify_rejects_missing_or_invalid_parameters_and_latents(
     params: Params, tensors: dict[str, Tensor | None], sentence: str
 ) -> None:
     with pytest.raises(PermanentError, match=sentence):
         VaeDecode(Same()).verify(StageInput(params, tensors))
 
 
-def test_a_batch_of_one_size_is_decoded_together_and_each_gets_its_own_file() -> None:
+def test_batch_of_equal_size_is_decoded_in_one_call_with_separate_files() -> None:
     videos = [torch.rand(1, 3, 1, 8, 16) * 2 - 1 for _ in range(3)]
     forms = ("png", "webp", "png")
     tasks = [StageInput({"output_format": f}, {"latents": v}) for f, v in zip(forms, videos, strict=True)]
@@ -138,20 +138,20 @@ def begun(stage: VaeDecode, task: StageInput) -> VaeDecodeState:
 
 
 @pytest.mark.parametrize("form", ["png", "mp4"])
-def test_pieces_come_to_the_files_of_the_whole(form: str) -> None:
+def test_stepwise_decode_writes_the_same_files_as_whole_decode(form: str) -> None:
     params: Params = {"output_format": form, "fps": 8}
     tasks = [StageInput(params, {"latents": torch.rand(1, 3, frames, 16, 32) * 2 - 1}) for frames in (1, 4)]
 
     assert VaeDecode(Frames()).run(tasks) == [VaeDecode(Same()).run([task])[0] for task in tasks]
 
 
-def test_pixels_of_one_step_exist_at_a_time() -> None:
+def test_stepwise_decode_allocates_pixels_of_one_step_at_a_time() -> None:
     decoder = Frames()
     VaeDecode(decoder).run([StageInput(PARAMS, {"latents": torch.rand(1, 3, 6, 8, 8)})])
     assert decoder.most == 1
 
 
-def test_requests_that_are_decoded_in_turns_get_their_own_parts_and_files() -> None:
+def test_interleaved_decodes_stream_separate_fragments_and_files() -> None:
     stage, params = VaeDecode(Frames()), {"output_format": "mp4", "fps": 8}
     tasks = [StageInput({**params}, {"latents": torch.rand(1, 3, 3, 16, 32) * 2 - 1}) for _ in range(2)]
     states, parts = [begun(stage, task) for task in tasks], ([b""], [b""])
@@ -172,7 +172,7 @@ def test_requests_that_are_decoded_in_turns_get_their_own_parts_and_files() -> N
                 assert np.array_equal(shown.to_ndarray(), streamed.to_ndarray())
 
 
-def test_a_request_that_fails_in_the_middle_fails_alone() -> None:
+def test_request_failing_mid_decode_does_not_fail_its_batch() -> None:
     stage = VaeDecode(Frames())
     good, bad = (torch.zeros(1, 3, 2, 8, 8) for _ in range(2))
     bad[0, 0, 1, 0, 0] = math.nan
@@ -185,7 +185,7 @@ def test_a_request_that_fails_in_the_middle_fails_alone() -> None:
     assert isinstance(error, PermanentError)
 
 
-def test_pictures_of_a_decoder_of_videos_are_decoded_together() -> None:
+def test_single_images_of_a_causal_decoder_are_batched() -> None:
     decoder = Frames()
     stage = VaeDecode(decoder)
     states = [begun(stage, StageInput(PARAMS, {"latents": torch.rand(1, 3, 1, 8, 8)})) for _ in range(3)]
@@ -196,7 +196,7 @@ def test_pictures_of_a_decoder_of_videos_are_decoded_together() -> None:
 
 
 @pytest.mark.parametrize("decoder", [Same, Frames])
-def test_one_of_several_whose_pixels_are_no_numbers_fails_alone(decoder: type[Same]) -> None:
+def test_non_finite_pixels_fail_only_their_request_in_a_batch(decoder: type[Same]) -> None:
     stage = VaeDecode(decoder())
     good, bad = torch.zeros(1, 3, 1, 8, 8), torch.full((1, 3, 1, 8, 8), math.nan)
     states = [stage.start(StageInput(PARAMS, {"latents": latents})) for latents in (bad, good)]
@@ -209,6 +209,6 @@ def test_one_of_several_whose_pixels_are_no_numbers_fails_alone(decoder: type[Sa
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(picture.data))), to_pixels(good[0])[0])
 
 
-def test_what_kind_of_decoder_it_is_shows() -> None:
+def test_causal_decoders_are_recognized_by_protocol() -> None:
     assert isinstance(Frames(), CausalDecoder)
     assert not isinstance(Same(), CausalDecoder)

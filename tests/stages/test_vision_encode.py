@@ -60,7 +60,7 @@ def seen(*tasks: StageInput) -> list[list[float]]:
     return [tensors["abc"].flatten().round().tolist() for tensors in made if tensors["abc"] is not None]
 
 
-def test_a_picture_frames_and_a_file_are_seen_under_the_name_of_what_is_shown() -> None:
+def test_images_frame_lists_and_video_files_are_encoded() -> None:
     frames, file = encode([png(7), png(9)]), film(10, 80, 150, 220)
     picked = task(file, images=2, frame_indexes="1,3")
     picture, listed, filed = seen(task(png(5)), task(frames, images=2), picked)
@@ -68,18 +68,18 @@ def test_a_picture_frames_and_a_file_are_seen_under_the_name_of_what_is_shown() 
     assert filed == pytest.approx([80, 220], abs=6)
 
 
-def test_an_encoder_is_told_the_grid_and_whether_it_is_a_video() -> None:
+def test_vision_encoder_receives_the_grid_and_the_video_flag() -> None:
     looks = Looks()
     VisionEncode(looks).run([task(png(5)), task(encode([png(1)] * 2), images=2)])
     assert looks.grids == [(Grid(1, 2, 4), False), (Grid(1, 2, 4), True)]
 
 
-def test_a_task_that_is_not_for_one_picture_is_refused() -> None:
+def test_verify_rejects_a_task_without_exactly_one_image_or_video() -> None:
     with pytest.raises(PermanentError, match="must be for one picture or video, not 0"):
         VisionEncode(Looks()).verify(StageInput({}, {}))
 
 
-def test_a_file_has_the_frames_that_are_asked_for_or_is_refused() -> None:
+def test_read_frames_returns_requested_frames_or_raises() -> None:
     whole = film(10, 80, 150)
     assert [np.asarray(frame).mean() > 60 for frame in read_frames(whole, [0, 1])] == [False, True]
     with pytest.raises(PermanentError, match="no frame 3: it is truncated or damaged"):

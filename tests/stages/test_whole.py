@@ -115,7 +115,7 @@ def stepped(stage: UndividedStage, state: RunningCall) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("more", [0, 2])
-def test_it_rests_at_each_step_and_ends_with_the_last(more: int) -> None:
+def test_undivided_pipeline_pauses_at_each_step(more: int) -> None:
     """Given a noise scheduler that may take more steps than were asked for."""
     pipeline, steps = Pipeline(more), 3 + more
     stage = stage_of(pipeline)
@@ -129,7 +129,7 @@ def test_it_rests_at_each_step_and_ends_with_the_last(more: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Pipeline, Silent])
-def test_a_call_that_is_let_go_ends_at_its_step_and_leaves_no_thread(kind: type[Pipeline]) -> None:
+def test_released_call_ends_at_its_step_and_leaves_no_thread(kind: type[Pipeline]) -> None:
     pipeline = kind()
     stage = stage_of(pipeline)
     state = stage.start(StageInput(PARAMS, {}))
@@ -142,7 +142,7 @@ def test_a_call_that_is_let_go_ends_at_its_step_and_leaves_no_thread(kind: type[
     stage.release(stage.start(StageInput(PARAMS, {})))
 
 
-def test_requests_share_weights_and_nothing_else() -> None:
+def test_concurrent_calls_share_no_pipeline_state() -> None:
     """Given two calls that are both under way, of other numbers of steps."""
     pipeline = Pipeline()
     stage = stage_of(pipeline)
@@ -158,14 +158,14 @@ def test_requests_share_weights_and_nothing_else() -> None:
     assert pipeline.ended == ["a", "b"] and pipeline.scheduler.steps == 0 and pipeline.steps == []
 
 
-def test_what_the_pipeline_refuses_is_one_sentence_and_final() -> None:
+def test_value_error_of_the_pipeline_becomes_permanent_error() -> None:
     stage = stage_of(Pipeline())
     (error,) = stage.step([stage.start(StageInput(PARAMS | {"prompt": "no"}, {}))])
 
     assert isinstance(error, PermanentError) and str(error) == "the pipeline does not accept this request: not this"
 
 
-def test_another_error_is_passed_on() -> None:
+def test_other_pipeline_errors_are_returned_unchanged() -> None:
     """It may be the device that has too little memory."""
     stage = stage_of(Pipeline())
     (error,) = stage.step([stage.start(StageInput(PARAMS | {"prompt": "broken"}, {}))])
@@ -177,7 +177,7 @@ def test_another_error_is_passed_on() -> None:
     ("params", "reason"),
     [({"prompt": "nan"}, "not finite"), ({"num_frames": 2}, ""), ({"seed": None}, "seed")],
 )
-def test_what_cannot_be_delivered_is_said(params: Params, reason: str) -> None:
+def test_undeliverable_results_raise_permanent_error(params: Params, reason: str) -> None:
     stage, task = stage_of(Pipeline()), StageInput(PARAMS | params, {})
     if reason == "seed":
         with pytest.raises(PermanentError, match=reason):
@@ -193,7 +193,7 @@ def test_what_cannot_be_delivered_is_said(params: Params, reason: str) -> None:
         assert stage.finish(state).media
 
 
-def test_another_size_than_was_asked_for_is_an_error() -> None:
+def test_result_of_another_size_raises_permanent_error() -> None:
     """Some pipelines round sides down without a word."""
 
     class Rounding(Pipeline):
@@ -219,7 +219,7 @@ def test_another_size_than_was_asked_for_is_an_error() -> None:
         (0, (40, 30), (40, 30)),
     ],
 )
-def test_a_call_that_takes_no_size_gets_a_picture_of_the_size(
+def test_input_image_is_resized_if_the_call_has_no_size_parameters(
     scale: int, given: tuple[int, int], seen: tuple[int, int]
 ) -> None:
     file = io.BytesIO()
@@ -231,7 +231,7 @@ def test_a_call_that_takes_no_size_gets_a_picture_of_the_size(
     assert picture.size == seen
 
 
-def test_a_picture_must_be_there_where_the_call_needs_one() -> None:
+def test_verify_rejects_a_missing_input_image() -> None:
     stage = UndividedStage(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False)
     stage.uploads = ("image",)
     with pytest.raises(PermanentError, match="upload image is missing"):
@@ -268,7 +268,7 @@ class Drawing(Pipeline):
         return super().__call__(prompt, height, width, num_inference_steps, generator, output_type, step)
 
 
-def test_draws_without_a_generator_are_the_request_s_own() -> None:
+def test_global_random_draws_are_isolated_and_seeded_per_request() -> None:
     """Given calls that take turns, one of which is given up, and draws of the process itself."""
     pipeline = Drawing()
     stage = stage_of(pipeline)
@@ -292,7 +292,7 @@ def test_draws_without_a_generator_are_the_request_s_own() -> None:
 
 @pytest.mark.parametrize("name", ["nsfw_content_detected", "nsfw_detected", "watermark_detected"])
 @pytest.mark.parametrize("flags", [[True], [False], None])
-def test_a_flagged_picture_is_no_file_of_its_own(name: str, flags: list[bool] | None) -> None:
+def test_flagged_image_has_the_flagged_content_type(name: str, flags: list[bool] | None) -> None:
     stage = stage_of(Pipeline())
     state = stage.start(StageInput(PARAMS, {}))
     while stage.progress(state)[0] < 3:
@@ -303,7 +303,7 @@ def test_a_flagged_picture_is_no_file_of_its_own(name: str, flags: list[bool] | 
     assert media.content_type == (FLAGGED_TYPE if flags == [True] else "image/png")
 
 
-def test_components_have_their_dtypes_again_after_a_call() -> None:
+def test_component_dtypes_are_restored_after_a_call() -> None:
     """Given a pipeline that leaves its VAE in float32, as those do that upcast it."""
 
     class Vae(torch.nn.Linear):

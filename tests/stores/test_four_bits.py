@@ -41,7 +41,7 @@ def check_bound(got: np.ndarray, given: np.ndarray, rounding: float) -> None:
 
 
 @given(shape=SHAPES, kind=TYPES, exponent=st.integers(-30, 13), seed=st.integers(0, 999))
-def test_no_number_is_off_by_more_than_half_a_step_of_its_block(
+def test_int4_error_is_at_most_half_a_block_step_in_torch(
     shape: tuple[int, ...], kind: torch.dtype, exponent: int, seed: int
 ) -> None:
     """Of blocks of most different sizes, in every type that is narrowed."""
@@ -53,24 +53,24 @@ def test_no_number_is_off_by_more_than_half_a_step_of_its_block(
 
 
 @given(array=hnp.arrays("float32", SHAPES, elements=st.floats(-400_000, 400_000, width=32)))
-def test_so_it_is_for_any_numbers_in_numpy(array: np.ndarray) -> None:
+def test_int4_error_is_at_most_half_a_block_step_in_numpy(array: np.ndarray) -> None:
     check_bound(packed(array, as_torch=False), array, 2.0**-23)
 
 
 @given(shape=SHAPES, kind=TYPES, seed=st.integers(0, 999))
-def test_numpy_and_torch_read_the_same_bits(shape: tuple[int, ...], kind: torch.dtype, seed: int) -> None:
+def test_numpy_and_torch_decode_int4_to_the_same_bits(shape: tuple[int, ...], kind: torch.dtype, seed: int) -> None:
     value = torch.from_numpy(np.asarray(np.random.default_rng(seed).standard_normal(shape))).to(kind)
     by_torch, by_numpy = packed(value, as_torch=True), packed(value, as_torch=False)
     bits = by_torch.view(torch.int16).numpy() if kind == torch.bfloat16 else by_torch.numpy()
     assert by_numpy.tobytes() == bits.tobytes()
 
 
-def test_what_is_a_multiple_of_its_scale_comes_back_as_it_was() -> None:
+def test_multiples_of_the_block_scale_round_trip_exactly() -> None:
     value = np.array([*range(-7, 8), 0, 0], np.float32) * 0.25
     assert packed(value, as_torch=False).tolist() == value.tolist()
 
 
-def test_the_bytes_are_the_scales_and_then_two_numbers_in_each() -> None:
+def test_int4_bytes_are_scales_followed_by_packed_nibbles() -> None:
     with TensorStore.create("memory", capacity=1 << 20) as store:
         value = np.array([7, -7, 1] + [0] * 29 + [14, 2], np.float32)
         ref = store.put({"x": value}, request="r", stage="s", attempt=1, encoding="int4")
@@ -79,14 +79,14 @@ def test_the_bytes_are_the_scales_and_then_two_numbers_in_each() -> None:
     assert stored == bytes.fromhex("003c 0040") + first + second
 
 
-def test_the_largest_numbers_of_16_bits_stay_finite() -> None:
+def test_largest_16_bit_values_stay_finite_in_int4() -> None:
     for kind in (torch.float16, torch.bfloat16):
         value = torch.full((40,), 65504.0).to(kind)
         assert torch.allclose(packed(value, as_torch=True).float(), value.float(), rtol=2**-7)
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), 500_000.0])
-def test_a_tensor_with_a_number_that_four_bits_cannot_have_stays_as_it_is(number: float) -> None:
+def test_tensor_with_value_outside_int4_range_is_stored_unencoded(number: float) -> None:
     value = torch.linspace(-1, 1, 99)
     value[50] = number
     with TensorStore.create("memory", capacity=1 << 20) as store:
@@ -94,7 +94,7 @@ def test_a_tensor_with_a_number_that_four_bits_cannot_have_stays_as_it_is(number
     assert np.array_equal(got["x"], value, equal_nan=True)
 
 
-def test_what_is_not_floating_is_left_alone() -> None:
+def test_tensors_of_other_dtypes_are_stored_unencoded() -> None:
     tensors = {
         "count": torch.arange(100),
         "mask": torch.ones(100, dtype=torch.bool),
@@ -110,7 +110,7 @@ def test_what_is_not_floating_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("change", [{"is_wide": ""}, {"is_wide": "int64"}, {"is_wide": "float64"}, {"shape": (33,)}])
-def test_a_ref_that_unpacks_something_else_is_refused(change: dict[str, Any]) -> None:
+def test_inconsistent_int4_ref_raises_object_lost(change: dict[str, Any]) -> None:
     with TensorStore.create("memory", capacity=1 << 20) as store:
         ref = store.put({"x": torch.ones(32)}, request="r", stage="s", attempt=1, encoding="int4")
         with pytest.raises(ObjectLost, match="is inconsistent"):

@@ -52,7 +52,7 @@ def check(store: TensorStore, ref: ObjectRef, value: int) -> None:
         assert (held["x"] == value).all()
 
 
-def test_what_an_owner_kept_is_read_by_others_and_survives_kill_9(start: Start, place: str) -> None:
+def test_stored_objects_survive_sigkill_and_are_readable_by_others(start: Start, place: str) -> None:
     owner = start(name=place, owner="a", capacity=16 * MIB)
     refs = [owner("put", value, 700_000) for value in (5, 6)]
     assert owner.kill() == -9
@@ -68,7 +68,7 @@ def test_what_an_owner_kept_is_read_by_others_and_survives_kill_9(start: Start, 
         assert again.usage().used == 0 and not again.stored_requests()
 
 
-def test_an_owner_that_dies_while_it_writes_leaves_nothing_to_read(start: Start, place: str) -> None:
+def test_owner_killed_during_a_write_leaves_no_object(start: Start, place: str) -> None:
     owner = start(name=place, owner="half", capacity=16 * MIB)
     owner("begin", 5 * MIB)
     owner.kill()
@@ -76,7 +76,7 @@ def test_an_owner_that_dies_while_it_writes_leaves_nothing_to_read(start: Start,
         assert not again.stored_requests() and again.usage().used == 0
 
 
-def test_objects_of_another_owner_are_read_and_left_alone(place: str) -> None:
+def test_other_owners_can_read_but_not_delete_objects(place: str) -> None:
     with TensorStore.create(place, owner="one") as one, TensorStore.create(place, owner="two") as two:
         ref = put(one, 3)
         two.delete(ref)
@@ -88,7 +88,7 @@ def test_objects_of_another_owner_are_read_and_left_alone(place: str) -> None:
             two.get(ref)
 
 
-def test_any_text_names_an_owner_and_a_request(blobs: BlobStore, place: str) -> None:
+def test_owner_and_request_names_may_contain_any_characters(blobs: BlobStore, place: str) -> None:
     for odd in ("../../etc", "..", "a/b", "~", "%2E", "ü x\n", "."):
         with TensorStore.create(place, owner=odd, capacity=MIB) as store:
             ref = put(store, 1, request=odd)
@@ -99,7 +99,7 @@ def test_any_text_names_an_owner_and_a_request(blobs: BlobStore, place: str) -> 
         assert last_part(folder_of("a", odd)) == odd and ".." not in folder_of(odd)
 
 
-def test_a_shelf_keeps_whole_things_until_it_is_told_otherwise(blobs: BlobStore) -> None:
+def test_blob_store_writes_lists_removes_and_drops_whole_blobs(blobs: BlobStore) -> None:
     def read(folder: str, name: str) -> bytes:
         nbytes, parts = blobs.read(folder, name)
         data = b"".join(parts)
@@ -129,7 +129,7 @@ def test_a_shelf_keeps_whole_things_until_it_is_told_otherwise(blobs: BlobStore)
     assert list(blobs.entries("blobs")) == []
 
 
-def test_a_part_that_redis_lost_is_an_object_lost(redis_server: RedisServer) -> None:
+def test_missing_redis_chunk_raises_object_lost(redis_server: RedisServer) -> None:
     with TensorStore.create(redis_server.url, owner="w", capacity=64 * MIB) as store:
         ref = put(store, 1, 9 * MIB)
         (key,) = redis_server.client.keys(f"*{ref.id}*")
@@ -139,7 +139,7 @@ def test_a_part_that_redis_lost_is_an_object_lost(redis_server: RedisServer) -> 
         store.release(ref.request)
 
 
-def test_redis_forgets_by_itself(redis_server: RedisServer) -> None:
+def test_redis_objects_expire_after_their_ttl(redis_server: RedisServer) -> None:
     with TensorStore.create(redis_server.url + "?prefix=long&ttl=600", owner="w") as store:
         put(store, 1)
         (key,) = redis_server.client.keys("{long}:objects/w/*")
@@ -154,7 +154,7 @@ def test_redis_forgets_by_itself(redis_server: RedisServer) -> None:
         assert redis_server.client.keys("{brief}*") == []
 
 
-def test_a_full_redis_is_said_and_nothing_is_left(redis_server: RedisServer) -> None:
+def test_full_redis_raises_transient_error_and_leaves_no_partial_object(redis_server: RedisServer) -> None:
     client = redis_server.client
     with TensorStore.create(redis_server.url, owner="full", capacity=64 * MIB) as store:
         small = put(store, 1)
@@ -182,7 +182,7 @@ def no_file_above(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, most))
 
 
-def test_a_disk_that_takes_no_more_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+def test_file_size_limit_raises_transient_error_and_leaves_no_files(tmp_path: Path) -> None:
     with TensorStore.create(f"disk:{tmp_path}/kept", owner="w", capacity=64 * MIB) as store:
         small = put(store, 1)
         with no_file_above(MIB), pytest.raises(TransientError, match="File too large; check the folder"):
@@ -194,7 +194,7 @@ def test_a_disk_that_takes_no_more_is_said_and_nothing_is_left(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_file_system_that_is_full_is_said_and_is_used_again_when_it_is_not(tmp_path: Path) -> None:
+def test_full_file_system_raises_transient_error_until_space_is_freed(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode:
         pytest.skip("file systems cannot be mounted here")
@@ -212,9 +212,7 @@ def test_a_file_system_that_is_full_is_said_and_is_used_again_when_it_is_not(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_a_server_that_was_killed_is_said_and_everything_is_there_when_it_is_back(
-    request: pytest.FixtureRequest, kind: str
-) -> None:
+def test_killed_server_raises_errors_and_its_objects_survive(request: pytest.FixtureRequest, kind: str) -> None:
     server: RedisServer | S3Server = request.getfixturevalue(f"{kind}_server")
     if isinstance(server, RedisServer):
         server.sync()
@@ -237,9 +235,7 @@ def test_a_server_that_was_killed_is_said_and_everything_is_there_when_it_is_bac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_a_server_that_is_killed_in_the_middle_leaves_whole_objects_and_clear_errors(
-    request: pytest.FixtureRequest, kind: str
-) -> None:
+def test_server_killed_during_writes_leaves_only_whole_objects(request: pytest.FixtureRequest, kind: str) -> None:
     server: RedisServer | S3Server = request.getfixturevalue(f"{kind}_server")
     if isinstance(server, RedisServer):
         server.sync()
@@ -271,7 +267,7 @@ def test_a_server_that_is_killed_in_the_middle_leaves_whole_objects_and_clear_er
         assert store.usage().used == 0 and not store.stored_requests()
 
 
-def test_a_store_on_a_disk_has_the_bound_it_was_given(tmp_path: Path) -> None:
+def test_disk_store_enforces_its_capacity(tmp_path: Path) -> None:
     with TensorStore.create(f"disk:{tmp_path}", owner="w", capacity=3000) as store:
         first = put(store, 1, 2000)
         with pytest.raises(ArenaFull, match="the disk store has no room for 2048 bytes .* a larger --arena"):
@@ -294,13 +290,15 @@ def test_a_store_on_a_disk_has_the_bound_it_was_given(tmp_path: Path) -> None:
         ("tape:/x", "cannot be loaded"),
     ],
 )
-def test_a_place_that_is_none_is_refused(url: str, said: str) -> None:
+def test_invalid_store_url_raises_config_error(url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TensorStore.create(url)
 
 
 @pytest.mark.parametrize(("option", "synced"), [("", False), ("?fsync=yes", True), ("?fsync=no", False)])
-def test_files_are_synced_by_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, synced: bool) -> None:
+def test_disk_store_fsyncs_only_with_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, synced: bool
+) -> None:
     with TensorStore.create(f"disk:{tmp_path}/kept{option}", owner="w") as store:
         names: list[str] = []
         monkeypatch.setattr(os, "fsync", lambda fd: names.append(os.readlink(f"/proc/self/fd/{fd}")))
@@ -325,7 +323,7 @@ def durable(place: str) -> Iterator[Durable]:
         store.close()
 
 
-def test_an_object_that_is_lost_is_read_from_its_copy_by_anybody(durable: Durable) -> None:
+def test_lost_object_is_read_from_its_durable_copy(durable: Durable) -> None:
     one, two = durable(), durable()
     request = new_request_id()
     ref, other = put(one, 7, 5 * MIB, request), put(one, 8, 10, request)
@@ -344,7 +342,7 @@ def test_an_object_that_is_lost_is_read_from_its_copy_by_anybody(durable: Durabl
             store.get(ref)
 
 
-def test_a_copy_is_there_until_it_is_forgotten_with_its_request(durable: Durable, place: str) -> None:
+def test_durable_copy_exists_until_its_request_is_released(durable: Durable, place: str) -> None:
     store, copies = durable(), open_copies(place)
     assert copies is not None
     refs = [put(store, 1), put(store, 2)]
@@ -360,7 +358,7 @@ def test_a_copy_is_there_until_it_is_forgotten_with_its_request(durable: Durable
     copies.release(refs[1].request)
 
 
-def test_what_is_discarded_is_gone_with_its_copy(durable: Durable, place: str) -> None:
+def test_discard_deletes_the_object_and_its_durable_copy(durable: Durable, place: str) -> None:
     """And what is discarded twice, or of another owner, is no trouble: its copy goes too."""
     store, other = durable(), durable()
     ref = put(store, 1)
@@ -379,7 +377,7 @@ def test_what_is_discarded_is_gone_with_its_copy(durable: Durable, place: str) -
 
 
 @pytest.mark.parametrize("kind", ["disk", pytest.param("s3", marks=pytest.mark.slow)])
-def test_copies_objects_and_results_at_one_place_leave_each_other_alone(
+def test_copies_objects_and_results_can_share_one_location(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path
 ) -> None:
     url = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("s3_server").url
@@ -402,7 +400,7 @@ def test_copies_objects_and_results_at_one_place_leave_each_other_alone(
         copies.release(over)
 
 
-def test_a_damaged_copy_is_never_read(durable: Durable, blobs: BlobStore) -> None:
+def test_damaged_durable_copy_raises_object_lost(durable: Durable, blobs: BlobStore) -> None:
     store = durable()
     ref = put(store, 1)
     store.save(ref)
@@ -414,7 +412,7 @@ def test_a_damaged_copy_is_never_read(durable: Durable, blobs: BlobStore) -> Non
     blobs.drop(entry.folder)
 
 
-def test_an_object_that_is_damaged_is_read_from_its_copy(durable: Durable) -> None:
+def test_damaged_object_is_read_from_its_durable_copy(durable: Durable) -> None:
     store = durable()
     ref = put(store, 7)
     store.save(ref)
@@ -424,7 +422,7 @@ def test_an_object_that_is_damaged_is_read_from_its_copy(durable: Durable) -> No
         assert (held["x"] == 7).all()
 
 
-def test_a_copy_of_what_is_lost_cannot_be_made(durable: Durable) -> None:
+def test_saving_a_copy_of_a_lost_object_raises_object_lost(durable: Durable) -> None:
     store = durable()
     ref = put(store, 1)
     store.delete(ref)
@@ -432,7 +430,7 @@ def test_a_copy_of_what_is_lost_cannot_be_made(durable: Durable) -> None:
         store.save(ref)
 
 
-def test_without_a_place_for_copies_there_are_none() -> None:
+def test_save_without_durable_store_creates_no_copy() -> None:
     assert open_copies("none") is None
     with TensorStore.create("memory") as store:
         ref = put(store, 1)

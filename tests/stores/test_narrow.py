@@ -32,7 +32,7 @@ def through(store: TensorStore, tensors: dict[str, Any], encoding: str, as_torch
 
 @pytest.mark.parametrize("encoding", ["bf16", "fp16"])
 @given(array=floats)
-def test_every_number_is_the_nearest_that_there_is(encoding: str, array: np.ndarray) -> None:
+def test_float32_is_rounded_to_the_nearest_16_bit_value(encoding: str, array: np.ndarray) -> None:
     """The oracle is the format's definition: a relative step for normal numbers, an absolute one below."""
     with TensorStore.create("memory", capacity=1 << 20) as store:
         got, _ = through(store, {"x": torch.from_numpy(array)}, encoding, as_torch=True)
@@ -41,7 +41,7 @@ def test_every_number_is_the_nearest_that_there_is(encoding: str, array: np.ndar
     assert (error <= np.maximum(np.abs(array.astype(float)) * STEP[encoding], 2.0**-25)).all()
 
 
-def test_half_the_bytes_travel_and_other_types_are_left_alone() -> None:
+def test_bf16_encoding_halves_float32_and_skips_other_dtypes() -> None:
     tensors = {
         "wide": torch.randn(64, 64),
         "half": torch.ones(3, dtype=torch.bfloat16),
@@ -57,7 +57,7 @@ def test_half_the_bytes_travel_and_other_types_are_left_alone() -> None:
     assert got["none"] is None
 
 
-def test_numpy_reads_what_torch_narrowed() -> None:
+def test_numpy_decodes_16_bit_encoded_tensors() -> None:
     tensor = torch.randn(7, 5)
     with TensorStore.create("memory", capacity=1 << 20) as store:
         got, _ = through(store, {"x": tensor}, "bf16", as_torch=False)
@@ -66,14 +66,14 @@ def test_numpy_reads_what_torch_narrowed() -> None:
     assert np.array_equal(fp16["x"], tensor.numpy().astype(np.float16).astype(np.float32))
 
 
-def test_what_float16_has_no_room_for_stays_as_it_is() -> None:
+def test_values_beyond_float16_range_are_stored_unencoded() -> None:
     for value in (torch.tensor([1.0, 1e6]), np.array([1.0, 1e6], np.float32)):
         with TensorStore.create("memory", capacity=1 << 20) as store:
             got, _ = through(store, {"x": value}, "fp16", as_torch=False)
         assert got["x"].tolist() == [1.0, 1e6]
 
 
-def test_infinities_and_what_is_no_number_pass() -> None:
+def test_infinities_and_nan_survive_fp16_encoding() -> None:
     with TensorStore.create("memory", capacity=1 << 20) as store:
         got, _ = through(
             store, {"x": torch.tensor([float("inf"), float("-inf"), float("nan")])}, "fp16", as_torch=False
@@ -81,12 +81,12 @@ def test_infinities_and_what_is_no_number_pass() -> None:
     assert np.array_equal(got["x"], [np.inf, -np.inf, np.nan], equal_nan=True)
 
 
-def test_numpy_has_no_bfloat16() -> None:
+def test_bf16_encoding_of_numpy_arrays_raises_type_error() -> None:
     with TensorStore.create("memory", capacity=1 << 20) as store, pytest.raises(TypeError, match="as fp16"):
         store.put({"x": np.ones(2, np.float32)}, request="r", stage="s", attempt=1, encoding="bf16")
 
 
-def test_a_ref_that_widens_something_else_is_refused() -> None:
+def test_inconsistent_16_bit_ref_raises_object_lost() -> None:
     with TensorStore.create("memory", capacity=1 << 20) as store:
         ref = store.put({"x": torch.ones(4, dtype=torch.int64)}, request="r", stage="s", attempt=1)
         for wide in ("float32", "object"):

@@ -95,7 +95,7 @@ def moved(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["tcp", "zmq"])
-def test_another_node_pulls_what_another_process_has_moved_away(
+def test_remote_node_pulls_objects_spilled_by_another_process(
     start: Start, folder: Path, stack: ExitStack, name: str
 ) -> None:
     url = f"spill:shared_memory+disk:{folder}"
@@ -115,7 +115,7 @@ def test_another_node_pulls_what_another_process_has_moved_away(
         reader.get(refs[3])
 
 
-def test_many_readers_pull_at_once_and_each_gets_its_own(store: TensorStore, folder: Path) -> None:
+def test_concurrent_pulls_of_spilled_objects_return_correct_data(store: TensorStore, folder: Path) -> None:
     refs = [put(store, value) for value in range(24)]
     chosen = [int(value) for value in np.random.default_rng(1).integers(0, 24, 200)]
     with reading(store) as reader, ThreadPoolExecutor(8) as pool:
@@ -126,7 +126,7 @@ def test_many_readers_pull_at_once_and_each_gets_its_own(store: TensorStore, fol
     assert store.usage().used == 0 and not moved(folder) and not store.stored_requests()
 
 
-def test_what_is_put_and_pulled_and_released_at_once_is_right_or_lost(store: TensorStore, folder: Path) -> None:
+def test_concurrent_put_pull_and_release_is_correct_or_object_lost(store: TensorStore, folder: Path) -> None:
     """Moved by two threads, brought back by two, released by all: nothing is wrong, and nothing is left."""
 
     def work(reader: Reader, number: int) -> int:
@@ -154,7 +154,7 @@ def test_what_is_put_and_pulled_and_released_at_once_is_right_or_lost(store: Ten
     assert store.usage().used == 0 and not moved(folder)
 
 
-def test_an_owner_without_room_is_waited_for(store: TensorStore) -> None:
+def test_pull_waits_until_the_owner_has_arena_space(store: TensorStore) -> None:
     first = put(store, 1, 2 * PIECE)
     helds = [store.get(put(store, value, 2 * PIECE)) for value in range(4)]
     assert store.arena and store.arena.usage().free == 0
@@ -169,7 +169,7 @@ def test_an_owner_without_room_is_waited_for(store: TensorStore) -> None:
         reader.arena.delete(sink.extent.id)
 
 
-def test_an_owner_that_never_has_room_is_one_error_that_says_so(store: TensorStore) -> None:
+def test_pull_raises_arena_full_if_the_owner_never_has_space(store: TensorStore) -> None:
     first = put(store, 1, 2 * PIECE)
     helds = [store.get(put(store, value, 2 * PIECE)) for value in range(4)]
     options = TransferOptions(secret=SECRET, bootstrap_s=0.2)
@@ -192,7 +192,7 @@ def backend_of(store: TensorStore) -> SpillBackend:
     return backend
 
 
-def test_what_is_released_on_its_way_back_is_lost_and_left_nowhere(
+def test_object_released_during_recall_is_lost_and_fully_removed(
     store: TensorStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refs = [put(store, value) for value in range(8)]
@@ -213,9 +213,7 @@ def test_what_is_released_on_its_way_back_is_lost_and_left_nowhere(
 
 
 @pytest.mark.parametrize("wreck", [b"", b"short", None, bytes(PIECE - 1) + b"\1", bytes(PIECE + 1)])
-def test_what_is_damaged_where_it_was_moved_to_is_lost_and_never_read(
-    store: TensorStore, folder: Path, wreck: bytes | None
-) -> None:
+def test_damaged_spill_file_raises_object_lost(store: TensorStore, folder: Path, wreck: bytes | None) -> None:
     refs = [put(store, value) for value in range(8)]
     (file,) = (path for path in folder.rglob("*") if path.name.startswith(refs[0].id))
     file.unlink() if wreck is None else file.write_bytes(wreck)
@@ -229,7 +227,7 @@ def test_what_is_damaged_where_it_was_moved_to_is_lost_and_never_read(
     assert store.usage().used == 0 and not moved(folder)
 
 
-def test_who_does_not_show_the_very_ref_has_nothing_brought_back(store: TensorStore) -> None:
+def test_recall_requires_matching_key_generation_and_size(store: TensorStore) -> None:
     refs = [put(store, value) for value in range(8)]
     assert store.arena
     before = store.arena.usage()
@@ -243,7 +241,7 @@ def test_who_does_not_show_the_very_ref_has_nothing_brought_back(store: TensorSt
     assert store.arena.usage() == before
 
 
-def test_on_the_same_node_what_was_moved_is_read_where_it_is(store: TensorStore) -> None:
+def test_local_reads_of_spilled_objects_do_not_use_the_arena(store: TensorStore) -> None:
     refs = [put(store, value) for value in range(8)]
     assert store.arena
     before = store.arena.usage()
@@ -251,7 +249,7 @@ def test_on_the_same_node_what_was_moved_is_read_where_it_is(store: TensorStore)
     assert store.arena.usage() == before
 
 
-def test_an_object_that_two_move_at_once_is_not_lost(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_spilled_by_two_threads_at_once_is_not_lost(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes second finds it moved, not given up: its file stays."""
     backend, refs = backend_of(store), [put(store, value) for value in range(4)]
     keep = backend._slow.store
@@ -270,7 +268,7 @@ def test_an_object_that_two_move_at_once_is_not_lost(store: TensorStore, monkeyp
             assert (held["x"] == value).all()
 
 
-def test_what_many_want_at_once_is_brought_back_once(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_recalls_of_one_object_share_one_load(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     refs, load, loads, together = (
         [put(store, value) for value in range(8)],
         backend_of(store)._slow.load,

@@ -29,7 +29,7 @@ def put(store: TensorStore, request: str) -> ObjectRef:
     return store.put({"x": np.arange(9)}, request=request, stage="s", attempt=1)
 
 
-def test_objects_and_copies_of_a_request_are_found_and_dropped(place: str) -> None:
+def test_objects_and_copies_of_dead_workers_are_found_and_dropped(place: str) -> None:
     """Given two workers that put their outputs into one place and copies beside them, and have died, when what is left
     of one request is dropped, then the other's is still there to be read."""
     stores = [TensorStore.create(place, owner=owner, durable=place) for owner in ("a", "b")]

@@ -53,7 +53,7 @@ def kept(place: str) -> ResultStore:
     return open_results(place)
 
 
-def test_a_result_comes_back_by_request_and_index(kept: ResultStore) -> None:
+def test_result_is_returned_by_request_and_index(kept: ResultStore) -> None:
     request = new_request_id()
     file = kept.put(request, 1, "image/png", b"picture")
     assert (file.index, file.content_type, file.bytes) == (1, "image/png", 7)
@@ -61,7 +61,7 @@ def test_a_result_comes_back_by_request_and_index(kept: ResultStore) -> None:
     assert kept.read(request, 1) == kept.path(request, 1).read_bytes() == b"picture"
 
 
-def test_another_attempt_replaces_the_result(kept: ResultStore) -> None:
+def test_later_attempt_replaces_the_result(kept: ResultStore) -> None:
     request = new_request_id()
     for data in (b"first", b"second"):
         kept.put(request, 0, "image/png", data)
@@ -70,7 +70,7 @@ def test_another_attempt_replaces_the_result(kept: ResultStore) -> None:
     assert os.listdir(kept.path(request, 0).parent) == ["0"]
 
 
-def test_results_are_private(results: ResultStore, folder: Path) -> None:
+def test_result_files_are_readable_only_by_their_user(results: ResultStore, folder: Path) -> None:
     request = new_request_id(VIDEO)
     results.put(request, 0, "video/mp4", b"x")
     file = results.path(request, 0)
@@ -78,13 +78,13 @@ def test_results_are_private(results: ResultStore, folder: Path) -> None:
     assert modes == [0o700, 0o700, 0o600]
 
 
-def test_a_store_opened_again_has_what_was_put(kept: ResultStore, place: str) -> None:
+def test_reopened_result_store_has_earlier_results(kept: ResultStore, place: str) -> None:
     request = new_request_id()
     kept.put(request, 0, "image/png", b"x")
     assert open_results(place).read(request, 0) == b"x"
 
 
-def test_what_is_not_there_is_not_found(kept: ResultStore) -> None:
+def test_missing_results_raise_not_found(kept: ResultStore) -> None:
     request = new_request_id()
     kept.put(request, 0, "image/png", b"x")
     for missing, index in ((request, 1), (new_request_id(), 0)):
@@ -111,7 +111,9 @@ def test_what_is_not_there_is_not_found(kept: ResultStore) -> None:
         "x" * 10_000,
     ],
 )
-def test_an_id_that_is_none_touches_no_file(results: ResultStore, folder: Path, request_id: str) -> None:
+def test_invalid_request_ids_raise_not_found_and_touch_no_files(
+    results: ResultStore, folder: Path, request_id: str
+) -> None:
     for attempt in (
         lambda: results.put(request_id, 0, "image/png", b"x"),
         lambda: results.path(request_id, 0),
@@ -124,11 +126,11 @@ def test_an_id_that_is_none_touches_no_file(results: ResultStore, folder: Path, 
 
 
 @given(st.text())
-def test_only_our_own_ids_are_ids(text: str) -> None:
+def test_request_id_pattern_matches_only_generated_ids(text: str) -> None:
     assert not REQUEST_ID.fullmatch(text) or text.startswith(("req_", "video_"))
 
 
-def test_deleting_is_idempotent_and_leaves_the_others(kept: ResultStore) -> None:
+def test_delete_is_idempotent_and_does_not_affect_other_requests(kept: ResultStore) -> None:
     mine, other = new_request_id(), new_request_id()
     for request in (mine, other):
         kept.put(request, 0, "image/png", b"x")
@@ -139,7 +141,7 @@ def test_deleting_is_idempotent_and_leaves_the_others(kept: ResultStore) -> None
     assert kept.read(other, 0) == b"x"
 
 
-def test_forgetting_takes_the_old_and_names_them(results: ResultStore, folder: Path) -> None:
+def test_forget_deletes_expired_results_and_returns_their_ids(results: ResultStore, folder: Path) -> None:
     old, new = new_request_id(), new_request_id()
     for request, age in ((old, 1000), (new, 3000)):
         results.put(request, 0, "image/png", b"x")
@@ -151,7 +153,7 @@ def test_forgetting_takes_the_old_and_names_them(results: ResultStore, folder: P
     assert sorted(os.listdir(folder)) == sorted([new, "notes of somebody"])
 
 
-def test_forgetting_goes_by_the_last_result_at_every_place(kept: ResultStore) -> None:
+def test_forget_uses_the_time_of_the_last_result_in_all_stores(kept: ResultStore) -> None:
     first, second = new_request_id(), new_request_id()
     for request in (first, second):
         kept.put(request, 0, "image/png", b"x")
@@ -163,7 +165,7 @@ def test_forgetting_goes_by_the_last_result_at_every_place(kept: ResultStore) ->
         kept.read(first, 0)
 
 
-def test_a_file_with_a_copy_is_gone_after_an_hour(s3_server: S3Server) -> None:
+def test_local_cache_of_s3_results_expires_after_an_hour(s3_server: S3Server) -> None:
     results = open_results(s3_server.url)
     old, new = new_request_id(), new_request_id()
     for request in (old, new):
@@ -179,7 +181,7 @@ def test_a_file_with_a_copy_is_gone_after_an_hour(s3_server: S3Server) -> None:
     assert not path.parent.parent.exists()
 
 
-def test_results_out_of_reach_are_said_and_are_back_with_the_server(s3_server: S3Server) -> None:
+def test_unreachable_s3_raises_transient_error_until_the_server_is_back(s3_server: S3Server) -> None:
     results, request = open_results(s3_server.url), new_request_id()
     results.put(request, 0, "image/png", b"picture")
     s3_server.kill()
@@ -197,7 +199,7 @@ def test_results_out_of_reach_are_said_and_are_back_with_the_server(s3_server: S
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_a_full_disk_is_said_and_nothing_is_left(
+def test_failed_write_raises_results_unavailable_and_old_result_remains(
     results: ResultStore, folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     request = new_request_id()
@@ -217,7 +219,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(
 
 
 @pytest.mark.slow
-def test_a_file_that_grows_too_large_leaves_nothing(folder: Path) -> None:
+def test_file_size_limit_raises_transient_error_and_leaves_no_file(folder: Path) -> None:
     script = """
 import os, resource, sys
 from unfuse.core.errors import TransientError
@@ -239,7 +241,7 @@ except TransientError:
     assert "File too large; check the folder" in done.stderr and done.stderr.strip().endswith("[]")
 
 
-def test_the_file_and_its_name_are_on_disk_before_put_returns(
+def test_put_fsyncs_the_file_and_its_folder_before_returning(
     results: ResultStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, synced, fsync = new_request_id(), [], os.fsync
@@ -256,18 +258,18 @@ def test_the_file_and_its_name_are_on_disk_before_put_returns(
 
 
 @pytest.mark.parametrize("url", ["", "disk:", "s3:bucket", "redis://host/name", "nonsense:x", "/plain/path"])
-def test_an_unknown_place_is_refused(url: str) -> None:
+def test_invalid_result_store_url_raises_config_error(url: str) -> None:
     with pytest.raises(ConfigError, match="use disk:PATH|use s3://BUCKET/PREFIX|the Redis URL is not valid"):
         open_results(url)
 
 
-def test_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_result_folder_that_cannot_be_created_raises_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="choose another folder"):
         open_results(f"disk:{tmp_path}/file/results")
 
 
-def test_what_is_attached_is_read_back_until_it_is_detached_and_results_stay(kept: ResultStore) -> None:
+def test_attachments_are_readable_until_detached_and_results_remain(kept: ResultStore) -> None:
     store, request = kept, new_request_id()
     store.put(request, 0, "image/png", b"picture")
     store.attach(request, "image", b"upload")
@@ -285,7 +287,7 @@ def test_what_is_attached_is_read_back_until_it_is_detached_and_results_stay(kep
 
 
 @pytest.mark.parametrize("name", ["", "../0", "a/b", "A", "x" * 81])
-def test_an_attachment_with_another_kind_of_name_is_not_kept(tmp_path: Path, name: str) -> None:
+def test_attachment_with_invalid_name_is_not_stored(tmp_path: Path, name: str) -> None:
     store = open_results(f"disk:{tmp_path}")
     with pytest.raises(NotFound):
         store.attach(new_request_id(), name, b"")
@@ -293,7 +295,7 @@ def test_an_attachment_with_another_kind_of_name_is_not_kept(tmp_path: Path, nam
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_without_its_path_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_full_disk_error_hides_the_path_and_leaves_no_partial_result(tmp_path: Path) -> None:
     """Given a disk that fills up while a result is written, then nothing of it is there, what was is, and with room
     again the same call succeeds."""
     with small_disk(tmp_path, 2048) as disk:
@@ -318,7 +320,7 @@ def test_a_full_disk_is_told_without_its_path_and_leaves_nothing_behind(tmp_path
         assert results.put(request, 1, "image/png", bytes(100_000)).bytes == 100_000
 
 
-def test_a_folder_is_known_by_its_mark_whoever_looks(folder: Path) -> None:
+def test_result_folder_is_identified_by_its_store_id(folder: Path) -> None:
     mark = store_id(f"disk:{folder}?fsync=no")
     assert len(mark) == 32 and store_id(f"disk:{folder}") == mark
     assert (
@@ -331,7 +333,7 @@ def test_a_folder_is_known_by_its_mark_whoever_looks(folder: Path) -> None:
     assert open_results(f"disk:{folder}", mark).stored_requests() == {}
 
 
-def test_of_another_machine_s_folder_nothing_is_read_or_kept_and_none_is_made(folder: Path) -> None:
+def test_mismatched_store_id_raises_results_unavailable(folder: Path) -> None:
     request = new_request_id()
     results = open_results(f"disk:{folder}", "a mark")
     for call in (
@@ -346,14 +348,14 @@ def test_of_another_machine_s_folder_nothing_is_read_or_kept_and_none_is_made(fo
     assert results.stored_requests() == {} and not folder.exists()
 
 
-def test_where_no_mark_can_be_written_whoever_comes_is_trusted(tmp_path: Path) -> None:
+def test_store_without_store_id_matches_any_machine(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert store_id(f"disk:{tmp_path / 'file'}") == ""
     assert is_same_store(f"disk:{tmp_path / 'file'}", "")
 
 
 @pytest.mark.slow
-def test_a_full_disk_keeps_no_server_from_starting(tmp_path: Path) -> None:
+def test_store_id_is_empty_on_a_full_disk_instead_of_an_error(tmp_path: Path) -> None:
     with small_disk(tmp_path, 64) as disk:
         fill(disk)
         assert store_id(f"disk:{disk}") == ""

@@ -27,7 +27,7 @@ def used(owner: Process | dict[str, str]) -> int:
         client.close()
 
 
-def test_three_processes_share_one_object_without_a_copy(start: Start) -> None:
+def test_processes_map_shared_objects_read_only_without_a_copy(start: Start) -> None:
     owner = start(owner="a", capacity=16 << 20)
     writer = start(owner="a", **owner.where)
     reader = start(owner="b", capacity=1 << 20)
@@ -44,7 +44,7 @@ def test_three_processes_share_one_object_without_a_copy(start: Start) -> None:
         process("close")
 
 
-def test_holding_an_object_is_seen_by_its_owner_until_it_is_closed(start: Start) -> None:
+def test_deleted_object_is_freed_when_its_reader_closes(start: Start) -> None:
     owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
     reader("learn", {"a": ["n", owner.where["address"]]})
     with TensorStore.create(
@@ -67,7 +67,7 @@ def encoded(ref: object) -> str:
     return msgspec.msgpack.encode(ref).hex()
 
 
-def test_kill_9_of_a_reader_releases_its_holds(start: Start) -> None:
+def test_sigkill_of_a_reader_releases_its_references(start: Start) -> None:
     with TensorStore.create(
         "shared_memory", owner="a", capacity=1 << 20, run_dir=os.environ["UNFUSE_RUN_DIR"]
     ) as owner:
@@ -83,7 +83,7 @@ def test_kill_9_of_a_reader_releases_its_holds(start: Start) -> None:
         assert used(where) == 0
 
 
-def test_kill_9_of_a_writer_aborts_what_it_was_writing_and_keeps_what_it_sealed(start: Start) -> None:
+def test_sigkill_of_a_writer_aborts_only_unsealed_objects(start: Start) -> None:
     owner = start(owner="a", capacity=1 << 20)
     writer = start(owner="a", **owner.where)
     ref = writer("put", 3, 100)
@@ -97,7 +97,7 @@ def test_kill_9_of_a_writer_aborts_what_it_was_writing_and_keeps_what_it_sealed(
     assert owner("get", ref) == [3, 300]
 
 
-def test_a_reader_that_writes_by_force_harms_only_itself(start: Start) -> None:
+def test_writing_to_a_read_only_mapping_crashes_only_the_reader(start: Start) -> None:
     owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
     reader("learn", {"a": ["n", owner.where["address"]]})
     ref = owner("put", 5, 10)
@@ -108,7 +108,7 @@ def test_a_reader_that_writes_by_force_harms_only_itself(start: Start) -> None:
     assert owner("get", ref) == [5, 50]
 
 
-def test_an_object_of_a_killed_owner_stays_readable_to_its_reader_and_is_lost_to_others(start: Start) -> None:
+def test_mapped_object_outlives_its_killed_owner_and_others_are_lost(start: Start) -> None:
     owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
     reader("learn", {"a": ["n", owner.where["address"]]})
     held, other = owner("put", 5, 10), owner("put", 6, 10)
@@ -120,7 +120,7 @@ def test_an_object_of_a_killed_owner_stays_readable_to_its_reader_and_is_lost_to
     reader("close")
 
 
-def test_an_owner_nobody_spoke_of_is_unknown_and_one_that_came_back_elsewhere_is_found(start: Start) -> None:
+def test_restarted_owner_is_found_after_its_address_is_registered(start: Start) -> None:
     owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
     ref = owner("put", 5, 10)
     with pytest.raises(Refused, match="owner a is unknown"):
@@ -156,7 +156,7 @@ def arenas() -> set[Path]:
     return {*Path(os.environ["UNFUSE_RUN_DIR"]).glob("arena-*")}
 
 
-def test_after_kill_9_of_everything_nobody_has_the_memory_and_a_socket_is_left_for_the_next_to_remove(
+def test_next_store_removes_sockets_left_after_sigkill_of_all_processes(
     start: Start,
 ) -> None:
     before = arenas()
@@ -180,7 +180,7 @@ def test_after_kill_9_of_everything_nobody_has_the_memory_and_a_socket_is_left_f
     assert not [name for name in os.listdir("/dev/shm") if "unfuse" in name]
 
 
-def test_an_idle_reader_lets_a_dead_owners_memory_go(start: Start) -> None:
+def test_idle_reader_unmaps_memory_of_a_dead_owner(start: Start) -> None:
     owner = start(owner="a", capacity=4 << 20)
     ref = owner("put", 5, 10)
     with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
@@ -196,7 +196,7 @@ def test_an_idle_reader_lets_a_dead_owners_memory_go(start: Start) -> None:
             reader.get(decoded(ref))
 
 
-def test_a_death_that_a_reader_notices_first_lets_the_memory_go_too(start: Start) -> None:
+def test_reader_that_detects_owner_death_unmaps_its_memory(start: Start) -> None:
     owner = start(owner="a", capacity=4 << 20)
     ref = owner("put", 5, 10)
     with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
@@ -221,7 +221,7 @@ def decoded(ref: str) -> Any:
     return msgspec.msgpack.decode(bytes.fromhex(ref), type=ObjectRef)
 
 
-def test_no_process_that_serves_objects_imports_torch(start: Start) -> None:
+def test_object_server_does_not_import_torch_or_asyncio(start: Start) -> None:
     owner = start(owner="a", capacity=1 << 20)
     owner("get", owner("put", 1, 1))
     modules = owner("modules")

@@ -65,9 +65,7 @@ def store(opened: Open) -> TensorStore:
     return opened()
 
 
-def test_above_the_threshold_the_least_recently_used_move_and_are_read_as_before(
-    store: TensorStore, folder: Path
-) -> None:
+def test_least_recently_used_objects_spill_above_the_threshold(store: TensorStore, folder: Path) -> None:
     refs = [put(store, value) for value in range(4)]
     assert moved(folder) == set()
     store.get(refs[0]).close()
@@ -80,7 +78,7 @@ def test_above_the_threshold_the_least_recently_used_move_and_are_read_as_before
             assert (held["x"] == value).all()
 
 
-def test_what_somebody_holds_stays(store: TensorStore, folder: Path) -> None:
+def test_objects_in_use_are_not_spilled(store: TensorStore, folder: Path) -> None:
     refs = [put(store, value) for value in range(4)]
     with store.get(refs[0]) as held:
         for _ in range(4):
@@ -89,7 +87,7 @@ def test_what_somebody_holds_stays(store: TensorStore, folder: Path) -> None:
         assert (held["x"] == 0).all()
 
 
-def test_when_everything_is_held_there_is_no_room_and_when_it_is_let_go_there_is(store: TensorStore) -> None:
+def test_put_raises_arena_full_while_all_objects_are_in_use(store: TensorStore) -> None:
     helds = [store.get(put(store, value, 2 * PIECE)) for value in range(4)]
     with pytest.raises(ArenaFull):
         put(store, 7, 2 * PIECE)
@@ -99,14 +97,14 @@ def test_when_everything_is_held_there_is_no_room_and_when_it_is_let_go_there_is
         assert (held["x"] == 8).all()
 
 
-def test_what_is_larger_than_the_fast_store_is_refused(store: TensorStore, folder: Path) -> None:
+def test_object_larger_than_the_arena_raises_arena_full(store: TensorStore, folder: Path) -> None:
     ref = put(store, 1)
     with pytest.raises(ArenaFull, match=f"room for {2 * CAPACITY} bytes"):
         put(store, 2, 2 * CAPACITY)
     store.get(ref).close()
 
 
-def test_a_slow_store_that_takes_no_more_is_said_and_all_goes_on_when_it_does(store: TensorStore, folder: Path) -> None:
+def test_failing_spill_disk_raises_transient_error_until_recovery(store: TensorStore, folder: Path) -> None:
     in_the_way = folder / "objects" / "w1"
     in_the_way.parent.mkdir()
     in_the_way.write_text("in the way")
@@ -122,7 +120,7 @@ def test_a_slow_store_that_takes_no_more_is_said_and_all_goes_on_when_it_does(st
             assert (held["x"] == value).all()
 
 
-def test_what_is_idle_makes_room_for_an_object_from_another_node(folder: Path) -> None:
+def test_reserve_spills_idle_objects_for_a_transfer(folder: Path) -> None:
     """Given an arena that is full of what nobody reads, when a transfer needs most of it, then it gets that."""
     options = {"owner": "w1", "capacity": CAPACITY, "threshold": 1.0}
     with TensorStore.create(f"spill:shared_memory+disk:{folder}", **options) as store:
@@ -138,7 +136,7 @@ def test_what_is_idle_makes_room_for_an_object_from_another_node(folder: Path) -
                 assert (held["x"] == value).all()
 
 
-def test_a_slow_store_has_its_bound(opened: Open) -> None:
+def test_spill_store_enforces_spill_capacity(opened: Open) -> None:
     store = opened(spill_capacity=2 * PIECE)
     with pytest.raises(ArenaFull, match="the disk store has no room for .* increase spill.capacity"):
         for value in range(20):
@@ -146,7 +144,7 @@ def test_a_slow_store_has_its_bound(opened: Open) -> None:
     assert store.usage().capacity == CAPACITY + 2 * PIECE
 
 
-def test_a_bit_that_changed_in_a_file_is_found_without_asking(store: TensorStore, folder: Path) -> None:
+def test_corrupted_spill_file_raises_object_lost_without_verify(store: TensorStore, folder: Path) -> None:
     refs = [put(store, value) for value in range(6)]
     (file,) = (path for path in folder.rglob("*") if path.name.startswith(refs[0].id))
     data = bytearray(file.read_bytes())
@@ -157,7 +155,7 @@ def test_a_bit_that_changed_in_a_file_is_found_without_asking(store: TensorStore
     assert lost.value.object_id == refs[0].id
 
 
-def test_a_request_takes_what_was_moved_with_it(store: TensorStore, folder: Path) -> None:
+def test_release_deletes_spilled_objects_of_the_request(store: TensorStore, folder: Path) -> None:
     mine, other = new_request_id(), new_request_id()
     refs = [put(store, value, request=(mine, other)[value % 2]) for value in range(8)]
     assert store.stored_requests() == {mine, other} and moved(folder)
@@ -168,7 +166,7 @@ def test_a_request_takes_what_was_moved_with_it(store: TensorStore, folder: Path
     assert not store.stored_requests() and store.usage().used == 0 and moved(folder) == set()
 
 
-def test_what_is_released_while_it_moves_is_left_nowhere(
+def test_object_released_during_spill_leaves_no_file(
     store: TensorStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = store._backend
@@ -185,7 +183,7 @@ def test_what_is_released_while_it_moves_is_left_nowhere(
     assert moved(folder) == set()
 
 
-def test_what_was_moved_ends_with_the_owner_and_not_with_a_writer(folder: Path) -> None:
+def test_spilled_objects_are_deleted_with_their_owner_not_a_writer(folder: Path) -> None:
     url = f"spill:shared_memory+disk:{folder}"
     options: dict[str, Any] = {"owner": "w1", "capacity": CAPACITY, "threshold": 0.5}
     with TensorStore.create(url, **options) as owner:
@@ -197,7 +195,7 @@ def test_what_was_moved_ends_with_the_owner_and_not_with_a_writer(folder: Path) 
     assert not moved(folder)
 
 
-def test_what_an_owner_that_was_killed_left_is_forgotten_by_the_next_a_day_later(start: Start, folder: Path) -> None:
+def test_spill_files_of_killed_owners_are_deleted_after_a_day(start: Start, folder: Path) -> None:
     url = f"spill:shared_memory+disk:{folder}"
     options: dict[str, Any] = {"capacity": CAPACITY, "threshold": 0.5}
     for owner, age in (("old", 90_000), ("new", 80_000)):
@@ -211,7 +209,7 @@ def test_what_an_owner_that_was_killed_left_is_forgotten_by_the_next_a_day_later
         assert not moved(folder / "objects" / "old") and moved(folder / "objects" / "new")
 
 
-def test_other_processes_read_what_was_moved(start: Start, folder: Path) -> None:
+def test_other_processes_read_spilled_objects(start: Start, folder: Path) -> None:
     url = f"spill:shared_memory+disk:{folder}"
     owner = start(name=url, owner="a", capacity=CAPACITY, threshold=0.5)
     writer = start(name=url, owner="a", capacity=CAPACITY, threshold=0.5, **owner.where)
@@ -227,17 +225,17 @@ def test_other_processes_read_what_was_moved(start: Start, folder: Path) -> None
 
 
 @pytest.mark.parametrize("url", ["spill:", "spill:memory", "spill:memory+", "spill:+disk:/tmp/x", "spill:memory+tape"])
-def test_two_stores_are_needed(url: str) -> None:
+def test_spill_url_needs_two_known_stores(url: str) -> None:
     with pytest.raises(ConfigError, match="spill:FAST|unknown"):
         TensorStore.create(url)
 
 
-def test_the_fast_store_may_be_the_one_that_suits_the_machine(folder: Path) -> None:
+def test_spill_auto_selects_shared_memory(folder: Path) -> None:
     with TensorStore.create(f"spill:auto+disk:{folder}", capacity=CAPACITY) as store:
         assert store.address.startswith("unix:/") and store.write_token
 
 
-def test_a_threshold_is_a_share(folder: Path) -> None:
+def test_spill_threshold_above_one_raises_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="a threshold of at most 1"):
         TensorStore.create(f"spill:memory+disk:{folder}", threshold=80)
 

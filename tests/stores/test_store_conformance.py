@@ -36,7 +36,7 @@ def join(name: str) -> Callable[[TensorStore], TensorStore]:
 
 
 @pytest.mark.parametrize(("name", "joined"), [("memory", None), ("shared_memory", join("shared_memory"))])
-def test_a_backend_is_a_tensor_store(name: str, joined: Callable[[TensorStore], TensorStore] | None) -> None:
+def test_backends_pass_the_store_suite(name: str, joined: Callable[[TensorStore], TensorStore] | None) -> None:
     check_store(lambda: TensorStore.create(name, owner="w1", node="n1", capacity=CAPACITY), join=joined)
 
 
@@ -62,7 +62,7 @@ def behind_the_back(place: str) -> Callable[[ObjectRef, bytes | None], None]:
     return overwrite
 
 
-def test_a_place_outside_of_every_process_is_a_tensor_store_that_notices_damage(place: str) -> None:
+def test_external_stores_pass_the_store_suite_and_detect_corruption(place: str) -> None:
     opened = lambda: TensorStore.create(place, owner="w/1", node="n1", capacity=CAPACITY)  # noqa: E731
     check_store(opened, behind_the_back(place), join(place))
 
@@ -79,7 +79,7 @@ SPILLS = [
 
 
 @pytest.mark.parametrize(("fast", "place"), SPILLS, indirect=["place"])
-def test_a_store_that_spills_is_a_tensor_store(fast: str, place: str) -> None:
+def test_spill_stores_pass_the_store_suite(fast: str, place: str) -> None:
     url = f"spill:{fast}+{place}"
     check_store(
         lambda: TensorStore.create(url, owner="w1", capacity=CAPACITY // 2, spill_capacity=CAPACITY),
@@ -93,7 +93,7 @@ def parent() -> Iterator[TensorStore]:
         yield parent
 
 
-def test_a_writer_at_another_process_arena_is_a_tensor_store(parent: TensorStore) -> None:
+def test_writer_to_another_process_arena_passes_the_store_suite(parent: TensorStore) -> None:
     check_store(
         lambda: TensorStore.create("shared_memory", owner="w1", address=parent.address, write_token=parent.write_token),
         join=join("shared_memory"),
@@ -102,7 +102,7 @@ def test_a_writer_at_another_process_arena_is_a_tensor_store(parent: TensorStore
         time.sleep(0.01)
 
 
-def test_a_capacity_that_is_no_power_of_two_does(parent: TensorStore) -> None:
+def test_capacity_need_not_be_a_power_of_two(parent: TensorStore) -> None:
     check_store(lambda: TensorStore.create("shared_memory", capacity=(40 << 20) + 12345))
 
 
@@ -185,31 +185,31 @@ class Endless(MemoryBackend):
         *(pytest.param(broken, marks=pytest.mark.nightly) for broken in (Copying, Early, Eager, Endless)),
     ],
 )
-def test_the_suite_notices_a_store_that_breaks_the_contract(broken: Callable[[int], MemoryBackend]) -> None:
+def test_store_suite_detects_contract_violations(broken: Callable[[int], MemoryBackend]) -> None:
     from unfuse.core.clock import SystemClock
 
     with pytest.raises(AssertionError):
         check_store(lambda: TensorStore(broken(CAPACITY), "w1", "n1", SystemClock()))
 
 
-def test_auto_is_shared_memory_where_there_is_such_and_any_backend_can_be_named() -> None:
+def test_auto_selects_shared_memory_and_import_paths_are_accepted() -> None:
     with TensorStore.create(capacity=1 << 20) as auto, TensorStore.create("unfuse.stores.memory:open_memory") as named:
         assert auto.address.startswith("unix:/")
         assert named.address == ""
 
 
-def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+def test_unknown_backend_error_suggests_a_known_one() -> None:
     with pytest.raises(ConfigError, match="did you mean memory"):
         TensorStore.create("memori")
 
 
-def test_an_owner_without_a_name_gets_one() -> None:
+def test_store_without_owner_gets_a_unique_owner_name() -> None:
     with TensorStore.create("memory") as one, TensorStore.create("memory") as two:
         assert one.owner and one.owner != two.owner
         assert (one.address, one.write_token) == ("", b"")
 
 
-def test_a_memory_store_reaches_no_other() -> None:
+def test_memory_store_cannot_read_another_memory_store() -> None:
     with TensorStore.create("memory", owner="a") as one, TensorStore.create("memory", owner="b") as two:
         two.register_owners({"a": ("n", "unix:@nowhere")})
         ref = one.put({"x": np.ones(3)}, request=new_request_id(), stage="s", attempt=1)
@@ -218,7 +218,7 @@ def test_a_memory_store_reaches_no_other() -> None:
 
 
 @pytest.mark.parametrize("where", ["start", "end", "second chunk"])
-def test_a_byte_that_changed_in_memory_is_found(parent: TensorStore, where: str) -> None:
+def test_verified_get_detects_corrupted_memory(parent: TensorStore, where: str) -> None:
     value = np.zeros(6 << 20, np.uint8)
     ref = parent.put({"x": value}, request=new_request_id(), stage="s", attempt=1)
     arena = parent._backend._local_arena
@@ -231,16 +231,14 @@ def test_a_byte_that_changed_in_memory_is_found(parent: TensorStore, where: str)
     assert lost.value.object_id == ref.id
 
 
-def test_a_put_that_fails_half_way_leaves_nothing(parent: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_put_frees_its_memory(parent: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.stores.tensor_store.flat_bytes", lambda value: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         parent.put({"x": np.ones(3)}, request=new_request_id(), stage="s", attempt=1)
     assert parent.usage().used == 0
 
 
-def test_a_put_for_a_request_that_was_released_meanwhile_is_lost(
-    parent: TensorStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_put_for_a_released_request_raises_object_lost(parent: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     request, write = new_request_id(), UnsealedObject.write
 
     def release_while_writing(*arguments):  # type: ignore[no-untyped-def]
@@ -253,7 +251,7 @@ def test_a_put_for_a_request_that_was_released_meanwhile_is_lost(
     assert parent.usage().used == 0
 
 
-def test_memory_between_tensors_shows_nothing_of_what_was_there(parent: TensorStore) -> None:
+def test_padding_between_tensors_has_no_earlier_data(parent: TensorStore) -> None:
     def put(byte: int) -> ObjectRef:
         tensors = {"a": np.full(3, byte, np.uint8), "b": np.full(70, byte, np.uint8)}
         return parent.put(tensors, request=new_request_id(), stage="s", attempt=1)
@@ -263,6 +261,6 @@ def test_memory_between_tensors_shows_nothing_of_what_was_there(parent: TensorSt
     assert put(7).checksums == put(7).checksums
 
 
-def test_options_default_to_an_arena_of_ones_own() -> None:
+def test_store_options_default_to_an_own_arena() -> None:
     options = StoreOptions("w")
     assert (options.address, options.write_token) == ("", b"")

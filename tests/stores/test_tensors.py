@@ -31,7 +31,7 @@ def over(memory: np.ndarray, value: object) -> TensorMeta:
 
 @settings(deadline=None)
 @given(array=arrays, data=st.data())
-def test_numpy_arrays_of_any_strides_come_back(array: np.ndarray, data: st.DataObject) -> None:
+def test_numpy_arrays_of_any_strides_round_trip(array: np.ndarray, data: st.DataObject) -> None:
     value, memory = views(array, data), np.full(8192, 255, np.uint8)
     copy_into(memory[: value.nbytes], value)
     back = numpy_over(memory, over(memory, value))
@@ -40,7 +40,7 @@ def test_numpy_arrays_of_any_strides_come_back(array: np.ndarray, data: st.DataO
 
 @settings(deadline=None)
 @given(array=hnp.arrays("int8", shapes), data=st.data(), name=st.sampled_from(sorted(DTYPES)))
-def test_torch_tensors_of_any_strides_come_back(array: np.ndarray, data: st.DataObject, name: str) -> None:
+def test_torch_tensors_of_any_strides_round_trip(array: np.ndarray, data: st.DataObject, name: str) -> None:
     tensor = torch.from_numpy(array).to(getattr(torch, name))
     order = data.draw(st.permutations(range(tensor.dim())))
     value, memory = tensor.permute(order), np.full(8192, 255, np.uint8)
@@ -52,7 +52,7 @@ def test_torch_tensors_of_any_strides_come_back(array: np.ndarray, data: st.Data
 
 
 @given(array=arrays, data=st.data())
-def test_flat_bytes_are_the_array_itself_or_nothing(array: np.ndarray, data: st.DataObject) -> None:
+def test_flat_bytes_is_a_view_or_none_for_non_contiguous_arrays(array: np.ndarray, data: st.DataObject) -> None:
     value = views(array, data)
     flat = flat_bytes(value)
     if flat is None:
@@ -62,7 +62,7 @@ def test_flat_bytes_are_the_array_itself_or_nothing(array: np.ndarray, data: st.
         assert value.size == 0 or np.shares_memory(flat, value)
 
 
-def test_foreign_byte_order_is_never_taken_as_bytes() -> None:
+def test_foreign_byte_order_is_converted_on_copy() -> None:
     value, memory = np.arange(3, dtype=">i4"), np.zeros(64, np.uint8)
     assert flat_bytes(value) is None
     copy_into(memory[:12], value)
@@ -70,7 +70,7 @@ def test_foreign_byte_order_is_never_taken_as_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RAW))
-def test_types_numpy_lacks_are_their_bits(name: str) -> None:
+def test_dtypes_numpy_lacks_are_read_as_raw_bits(name: str) -> None:
     value, memory = torch.tensor([1.5, -2.0]).to(getattr(torch, name)), np.zeros(64, np.uint8)
     assert describe(value) == (name, (2,))
     copy_into(memory[: value.nbytes], value)
@@ -78,26 +78,26 @@ def test_types_numpy_lacks_are_their_bits(name: str) -> None:
     assert bits is not None and bits.tolist() == value.view(getattr(torch, RAW[name])).tolist()
 
 
-def test_one_element_of_any_stride_is_taken_as_bytes() -> None:
+def test_single_element_tensor_of_any_stride_has_flat_bytes() -> None:
     value = torch.ones(3, dtype=torch.bfloat16).as_strided((1, 1), (0, 7))
     flat = flat_bytes(value)
     assert flat is not None and flat.nbytes == 2
 
 
-def test_a_tensor_that_needs_a_gradient_is_stored_without() -> None:
+def test_tensor_requiring_grad_is_stored_detached() -> None:
     value = torch.ones(3, requires_grad=True)
     flat = flat_bytes(value)
     assert flat is not None and flat.view("float32").tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("value", [1, 2.5, [1], "x", np.float32(1)])
-def test_what_is_no_tensor_is_refused_by_its_type(value: object) -> None:
+def test_non_tensor_values_raise_type_error(value: object) -> None:
     with pytest.raises(TypeError, match=type(value).__name__):
         describe(value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 9 << 20])
-def test_checksums_taken_while_filling_are_those_taken_afterwards(nbytes: int) -> None:
+def test_incremental_checksums_equal_checksums_of_the_whole(nbytes: int) -> None:
     memory = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
     checksums = Checksums(memory)
     for end in (0, nbytes // 3, nbytes // 3 + 1, nbytes // 2, nbytes):
@@ -106,7 +106,7 @@ def test_checksums_taken_while_filling_are_those_taken_afterwards(nbytes: int) -
     assert checksums.finish() == checksums_of(memory) == tuple(map(xxhash.xxh3_64_intdigest, chunks))
 
 
-def test_nothing_is_hashed_before_it_is_written() -> None:
+def test_incomplete_chunks_are_not_hashed() -> None:
     memory = np.zeros(8 << 20, np.uint8)
     checksums = Checksums(memory)
     checksums.filled((4 << 20) - 1)

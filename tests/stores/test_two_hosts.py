@@ -47,7 +47,7 @@ def place(request: pytest.FixtureRequest, host: SecondHost, tmp_path: Path) -> I
     server.kill()
 
 
-def test_memory_of_another_host_is_lost_and_not_taken_for_ones_own(start: Start, host: SecondHost) -> None:
+def test_shared_memory_of_another_host_raises_object_lost(start: Start, host: SecondHost) -> None:
     """Both have the same host name, user and path to the run folder; what tells them apart is that the socket is not
     there."""
     there = start(enter=host.enter, owner="there", capacity=CAPACITY)
@@ -68,7 +68,7 @@ def test_memory_of_another_host_is_lost_and_not_taken_for_ones_own(start: Start,
     assert there("get", ref) == [7, 7000], "it is where it was"
 
 
-def test_containers_that_share_the_run_folder_map_each_other_s_memory(start: Start, pod: SecondHost) -> None:
+def test_containers_sharing_the_run_dir_map_each_others_memory(start: Start, pod: SecondHost) -> None:
     """Whatever path they see it at, and whatever they are called."""
     there = start(enter=pod.enter, owner="there", capacity=CAPACITY)
     here = start(owner="here", capacity=CAPACITY)
@@ -82,7 +82,7 @@ def test_containers_that_share_the_run_folder_map_each_other_s_memory(start: Sta
         assert other("lies_in").split()[4] == str(one("memory_file")), "it is a copy"
 
 
-def test_what_one_host_keeps_at_a_place_of_both_the_other_reads(start: Start, host: SecondHost, place: str) -> None:
+def test_hosts_read_each_others_objects_in_a_shared_store(start: Start, host: SecondHost, place: str) -> None:
     there = start(enter=host.enter, name=place, owner="there", capacity=CAPACITY)
     ref = there("put", 7, 1_000_000)
     with TensorStore.create(place, owner="here", capacity=CAPACITY) as store:
@@ -96,7 +96,7 @@ def test_what_one_host_keeps_at_a_place_of_both_the_other_reads(start: Start, ho
         store.release(mine.request)
 
 
-def test_seen_from_another_host_a_place_is_a_tensor_store(host: SecondHost, place: str) -> None:
+def test_shared_store_passes_the_store_suite_on_another_host(host: SecondHost, place: str) -> None:
     suite = (
         "import sys; from unfuse.stores.tensor_store import TensorStore; from unfuse.testing import check_store;"
         f"check_store(lambda: TensorStore.create(sys.argv[1], owner='far', capacity={CAPACITY}))"
@@ -105,9 +105,7 @@ def test_seen_from_another_host_a_place_is_a_tensor_store(host: SecondHost, plac
     assert done.returncode == 0, done.stderr
 
 
-def test_what_another_host_moved_out_of_its_memory_is_pulled_from_there(
-    start: Start, host: SecondHost, tmp_path: Path
-) -> None:
+def test_objects_spilled_on_another_host_can_be_pulled(start: Start, host: SecondHost, tmp_path: Path) -> None:
     url, piece = f"spill:shared_memory+disk:{tmp_path}/slow", 1 << 20
     there = start(enter=host.enter, name=url, owner="there", capacity=8 * piece, threshold=0.5)
     refs = [decoded(there("put", value, piece // 8)) for value in range(24)]

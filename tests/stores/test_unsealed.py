@@ -42,7 +42,7 @@ def reader(owner: TensorStore) -> Iterator[TensorStore]:
         yield store
 
 
-def test_chunks_can_be_read_as_soon_as_they_are_complete_and_all_when_it_is_sealed(
+def test_unsealed_object_exposes_complete_chunks_until_sealed(
     owner: TensorStore, writer: TensorStore, reader: TensorStore
 ) -> None:
     """Given an output that is begun, when a half of it is written, then its owner tells of what is complete, and nobody
@@ -66,7 +66,7 @@ def test_chunks_can_be_read_as_soon_as_they_are_complete_and_all_when_it_is_seal
     assert checksums_of(reader.open(output.ref).bytes()) == ref.checksums
 
 
-def test_a_small_one_is_filled_at_once_with_what_it_was_said_to_have(owner: TensorStore, reader: TensorStore) -> None:
+def test_small_output_is_filled_at_once_and_must_match_its_outline(owner: TensorStore, reader: TensorStore) -> None:
     """Given an output of one chunk that is begun all the same, then it is whole when it is filled, with tensors of any
     strides; those of another shape or dtype, or name, are refused."""
     outline = [("a", "float32", (3, 5)), ("b", "bfloat16", (10,))]
@@ -85,7 +85,7 @@ def test_a_small_one_is_filled_at_once_with_what_it_was_said_to_have(owner: Tens
     assert checksums_of(reader.open(output.ref).bytes()) == ref.checksums
 
 
-def test_who_waits_for_an_output_that_comes_to_nothing_hears_of_it(owner: TensorStore) -> None:
+def test_aborted_or_released_outputs_raise_object_lost(owner: TensorStore) -> None:
     """Given one output whose task ends, one whose request is over, and one whose writer dies, then each is lost, and
     writing goes on to no effect."""
     writer = shared("w", address=owner.address, write_token=owner.write_token)
@@ -106,7 +106,7 @@ def test_who_waits_for_an_output_that_comes_to_nothing_hears_of_it(owner: Tensor
     assert owner.usage().used == 0
 
 
-def test_what_nobody_could_read_before_it_is_whole_is_not_begun(owner: TensorStore) -> None:
+def test_start_output_returns_none_if_early_reads_are_impossible(owner: TensorStore) -> None:
     """Given an output of one chunk that is not wanted so, or a store that others cannot read meanwhile, then there is
     none; nor without room."""
     assert owner.start_output(OUTLINE[1:], request="req_a", stage="s", attempt=1) is None

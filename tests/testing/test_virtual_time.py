@@ -14,7 +14,7 @@ YEAR = 365 * 86_400.0
 
 
 @in_virtual_time
-async def test_it_is_as_late_as_the_next_timer_when_nothing_can_run() -> None:
+async def test_idle_virtual_loop_jumps_to_the_next_timer() -> None:
     loop, rung = asyncio.get_running_loop(), list[float]()
     for after in (3 * YEAR, YEAR, 2 * YEAR):
         loop.call_later(after, lambda: rung.append(loop.time()))
@@ -24,14 +24,14 @@ async def test_it_is_as_late_as_the_next_timer_when_nothing_can_run() -> None:
 
 
 @in_virtual_time
-async def test_time_stands_still_while_something_can_run() -> None:
+async def test_virtual_time_stands_still_while_tasks_are_ready() -> None:
     for _ in range(1000):
         await asyncio.sleep(0)
     assert asyncio.get_running_loop().time() == START
 
 
 @in_virtual_time
-async def test_a_timeout_ends_what_takes_longer_and_nothing_else() -> None:
+async def test_virtual_timeout_cancels_only_longer_waits() -> None:
     async with asyncio.timeout(2 * YEAR):
         await asyncio.sleep(YEAR)
     with pytest.raises(TimeoutError):
@@ -41,7 +41,7 @@ async def test_a_timeout_ends_what_takes_longer_and_nothing_else() -> None:
 
 
 @in_virtual_time
-async def test_it_does_not_jump_while_a_thread_it_waits_for_works() -> None:
+async def test_virtual_time_does_not_jump_while_a_thread_runs() -> None:
     """Given a thread that goes on when others have run for a while, then no time has passed for who waits for it."""
     on, began = threading.Event(), threading.Event()
 
@@ -62,7 +62,7 @@ async def test_it_does_not_jump_while_a_thread_it_waits_for_works() -> None:
 
 
 @in_virtual_time
-async def test_who_gave_up_a_thread_waits_no_longer() -> None:
+async def test_virtual_time_jumps_after_a_thread_call_is_cancelled() -> None:
     on = threading.Event()
     working = asyncio.create_task(asyncio.to_thread(on.wait, 600))
     await asyncio.sleep(0)
@@ -73,7 +73,7 @@ async def test_who_gave_up_a_thread_waits_no_longer() -> None:
 
 
 @in_virtual_time
-async def test_it_serves_sockets_before_any_time_passes() -> None:
+async def test_virtual_loop_serves_sockets_before_time_advances() -> None:
     """Given a server and a client on one loop, each with a timeout, when they talk, then none of it was late."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,7 +93,7 @@ async def test_it_serves_sockets_before_any_time_passes() -> None:
 
 
 @in_virtual_time
-async def test_its_clock_goes_with_it_and_rings() -> None:
+async def test_virtual_clock_follows_the_loop_and_calls_timers() -> None:
     clock, rung = VirtualClock(), list[float]()
     clock.call_at(clock.now() + 5, lambda: rung.append(clock.wall()))
     clock.call_at(clock.now() + 6, lambda: rung.append(0.0))()
@@ -102,7 +102,7 @@ async def test_its_clock_goes_with_it_and_rings() -> None:
     assert clock.wall() == pytest.approx(WALL + 10)
 
 
-def test_two_loops_of_one_test_have_each_its_own_time() -> None:
+def test_each_virtual_loop_has_its_own_time() -> None:
     for _ in range(2):
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             runner.run(asyncio.sleep(YEAR))

@@ -11,7 +11,7 @@ from tools import addresses
 from tools.addresses import free_ports
 
 
-def test_no_other_process_is_given_a_port_that_was_chosen() -> None:
+def test_free_ports_are_unique_and_outside_the_ephemeral_range() -> None:
     given = int(addresses.EPHEMERAL.read_text().split()[0])
     ports = free_ports(50)
     assert len({*ports}) == 50
@@ -21,7 +21,7 @@ def test_no_other_process_is_given_a_port_that_was_chosen() -> None:
 
 
 @pytest.mark.parametrize("given", ["1024\t65535", "15000\t60999"])
-def test_there_are_ports_where_the_system_gives_away_nearly_all(
+def test_free_ports_work_with_a_very_wide_ephemeral_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     (tmp_path / "range").write_text(given)

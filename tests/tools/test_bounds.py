@@ -10,18 +10,18 @@ from tools.bounds import COMPUTES, TESTS, allowed, as_tested, main, name_of, old
 from tools.snippets import ROOT
 
 
-def test_each_dependency_has_a_lower_bound_that_can_be_pinned() -> None:
+def test_dependencies_have_pinnable_lower_bounds() -> None:
     for line in allowed():
         assert re.fullmatch(r"[\w-]+(\[\w+\])?==\d+(\.\d+)*", oldest(line)), line
     assert {"httpx2", "fastapi", "redis"} <= {name_of(line) for line in allowed()}
     assert {name_of(line) for line in as_tested()} == COMPUTES - {"torch"}
 
 
-def test_what_is_run_is_there() -> None:
+def test_lower_bound_run_names_existing_test_files() -> None:
     assert all((ROOT / tests).exists() for tests in TESTS)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("which", ["oldest", "newest"])
-def test_client_and_gateway_work_with(which: str) -> None:
+def test_client_and_gateway_work_with_oldest_and_newest_dependencies(which: str) -> None:
     assert main(which) == 0

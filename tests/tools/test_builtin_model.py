@@ -22,7 +22,7 @@ def pipeline() -> WanPipeline:
 @pytest.mark.parametrize(
     "kind", [kind if kind == "single" else pytest.param(kind, marks=pytest.mark.nightly) for kind in FLOORS]
 )
-def test_pictures_and_clips_show_what_was_asked(kind: str, pipeline: WanPipeline) -> None:
+def test_images_and_videos_match_their_captions_above_the_score_floor(kind: str, pipeline: WanPipeline) -> None:
     captions = random_captions(kind, 20, seed=77)
 
     result = score(generate(pipeline, captions, 123456, serving_defaults(FOLDER, kind)), captions)
@@ -30,14 +30,14 @@ def test_pictures_and_clips_show_what_was_asked(kind: str, pipeline: WanPipeline
     assert result.right >= FLOORS[kind], result.misses
 
 
-def test_the_folder_is_small_and_holds_no_pickle() -> None:
+def test_builtin_model_is_at_most_16_mb_without_pickle_files() -> None:
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
 
     assert sum(path.stat().st_size for path in files) <= 16e6
     assert {path.suffix for path in files} <= {".json", ".safetensors"}
 
 
-def test_serving_defaults_lie_within_the_limits() -> None:
+def test_builtin_serving_defaults_are_within_its_limits() -> None:
     serving = json.loads((FOLDER / "serving.json").read_text())
     assert serving == SERVING, "what is shipped is not what tools/shapes/export.py writes"
     defaults, limits = serving["defaults"], serving["limits"]

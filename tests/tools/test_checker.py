@@ -46,7 +46,7 @@ def _judged(scene: scenes.Scene, caption: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("spoil", [np.asarray, _blurred, _noisy, _halved])
 @pytest.mark.parametrize("kind", ["single", "relation"])
-def test_true_drawings_are_named(kind: str, spoil: Spoil) -> None:
+def test_checker_recognizes_correct_drawings(kind: str, spoil: Spoil) -> None:
     pictures, captions = scenes.pictures(kind, 24, seed=11)
 
     assert _right([picture[None] for picture in pictures], captions, spoil) == 1
@@ -54,20 +54,20 @@ def test_true_drawings_are_named(kind: str, spoil: Spoil) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("spoil", [np.asarray, _blurred, _noisy])
-def test_true_clips_are_named_in_every_frame_with_their_direction(spoil: Spoil) -> None:
+def test_checker_recognizes_correct_clips_and_their_direction(spoil: Spoil) -> None:
     clips, captions = scenes.clips(8, seed=12)
 
     assert _right(list(clips), captions, spoil) == 1
 
 
-def test_every_combination_is_told_from_every_other_held_out_ones_too() -> None:
+def test_checker_recognizes_all_combinations_including_held_out_ones() -> None:
     rng = np.random.default_rng(12)
     drawn = [scenes.random_single(rng, [pair]) for pair in (*scenes.TRAINED, *scenes.HELD_OUT)]
 
     assert [scene.caption for scene in drawn if not all(_judged(scene, scene.caption).values())] == []
 
 
-def test_a_wrong_caption_is_wrong_in_the_part_that_differs() -> None:
+def test_checker_reports_the_wrong_part_of_a_caption() -> None:
     scene = _scene(("red star", 0.5, 0.5))
 
     right = {"colour": True, "shape": True, "ground": True}
@@ -77,7 +77,7 @@ def test_a_wrong_caption_is_wrong_in_the_part_that_differs() -> None:
     assert _judged(scene, "a red star on black") == {**right, "ground": False}
 
 
-def test_a_wrong_pair_is_wrong_in_the_part_that_differs() -> None:
+def test_checker_reports_the_wrong_part_of_a_pair_caption() -> None:
     scene = _scene(("red star", 0.2, 0.5), ("blue circle", 0.7, 0.55))
 
     right = {"first": True, "second": True, "relation": True, "ground": True}
@@ -90,7 +90,7 @@ def test_a_wrong_pair_is_wrong_in_the_part_that_differs() -> None:
     assert _judged(scene, "a red circle left of a blue star on white") == {**wrong, "first": False}
 
 
-def test_shapes_of_two_colours_that_touch_are_two_and_of_one_colour_one() -> None:
+def test_checker_separates_touching_shapes_only_by_colour() -> None:
     touching = _scene(("red square", 0.4, 0.5), ("blue circle", 0.66, 0.5))
     merged = _scene(("red square", 0.4, 0.5), ("red circle", 0.66, 0.5))
 
@@ -98,7 +98,7 @@ def test_shapes_of_two_colours_that_touch_are_two_and_of_one_colour_one() -> Non
     assert not _judged(merged, "a red square left of a red circle on white")["relation"]
 
 
-def test_a_shape_too_many_or_too_few_is_wrong() -> None:
+def test_checker_rejects_extra_or_missing_shapes() -> None:
     pair = _scene(("red star", 0.2, 0.5), ("red star", 0.7, 0.5))
     three = _scene(("red star", 0.2, 0.2), ("blue circle", 0.7, 0.2), ("blue circle", 0.5, 0.7))
     alone = _scene(("red star", 0.2, 0.5))
@@ -109,7 +109,7 @@ def test_a_shape_too_many_or_too_few_is_wrong() -> None:
     assert found == {"first": True, "second": False, "relation": False, "ground": True}
 
 
-def test_motion_is_wrong_the_other_way_across_or_not_at_all() -> None:
+def test_checker_rejects_wrong_slanted_or_missing_motion() -> None:
     scene = replace(_scene(("red star", 0.3, 0.5)), path=(0.4, 0.0))
     clip, still = scenes.draw_clip(scene), scenes.draw_clip(replace(scene, path=(0.0, 0.0)))
     slanted = scenes.draw_clip(replace(scene, path=(0.3, 0.25)))
@@ -121,7 +121,7 @@ def test_motion_is_wrong_the_other_way_across_or_not_at_all() -> None:
     assert not checker.check(slanted, "a red star moving right on white")["direction"]
 
 
-def test_a_clip_is_wrong_when_one_frame_shows_another_thing() -> None:
+def test_checker_rejects_a_clip_with_one_wrong_frame() -> None:
     clip = scenes.draw_clip(replace(_scene(("red star", 0.3, 0.5)), path=(0.4, 0.0))).copy()
     clip[4] = scenes.draw(_scene(("red circle", 0.5, 0.5)))
 
@@ -130,7 +130,7 @@ def test_a_clip_is_wrong_when_one_frame_shows_another_thing() -> None:
     assert found == {"colour": True, "shape": False, "ground": True, "direction": True}
 
 
-def test_a_single_picture_of_something_moving_is_judged_as_that_thing() -> None:
+def test_checker_ignores_motion_for_a_single_image() -> None:
     assert _judged(_scene(("red star", 0.3, 0.5)), "a red star moving left on white") == {
         "colour": True,
         "shape": True,
@@ -138,16 +138,16 @@ def test_a_single_picture_of_something_moving_is_judged_as_that_thing() -> None:
     }
 
 
-def test_a_caption_of_another_kind_is_refused() -> None:
+def test_checker_raises_value_error_for_an_unknown_caption() -> None:
     with pytest.raises(ValueError, match="two dogs"):
         _judged(_scene(("red star", 0.3, 0.5)), "two dogs")
 
 
-def test_an_empty_picture_shows_nothing() -> None:
+def test_checker_observes_nothing_in_an_empty_image() -> None:
     assert str(checker.observe(np.full((128, 128, 3), 255, np.uint8))) == "nothing on white"
 
 
-def test_noise_and_a_wedge_have_no_shape() -> None:
+def test_checker_observes_no_known_shape_in_noise_or_a_bar() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3)).astype(np.uint8)
     wedge = np.full((128, 128, 3), 255, np.uint8)
     wedge[40:48, 10:120] = scenes.COLOURS["red"]
@@ -156,6 +156,6 @@ def test_noise_and_a_wedge_have_no_shape() -> None:
     assert str(checker.observe(wedge)) == "red unknown on white"
 
 
-def test_the_checker_shares_no_code_with_the_drawing() -> None:
+def test_checker_does_not_import_the_drawing_code() -> None:
     with open(checker.__file__) as file:
         assert not any("import" in line and "scenes" in line for line in file)

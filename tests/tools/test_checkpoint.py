@@ -27,7 +27,7 @@ def _step(run: Run, layer: torch.nn.Linear, index: int) -> None:
         optimizer.step()
 
 
-def test_a_resumed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
+def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     unbroken, expected = _run(tmp_path / "a.safetensors")
     for index in range(6):
         _step(unbroken, expected, index)
@@ -46,7 +46,7 @@ def test_a_resumed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
     assert torch.equal(resumed.weight, expected.weight)
 
 
-def test_nothing_to_restore_leaves_a_run_as_it_is(tmp_path: Path) -> None:
+def test_restore_without_checkpoint_changes_nothing(tmp_path: Path) -> None:
     run, layer = _run(tmp_path / "none.safetensors")
     before = layer.weight.clone()
     progress = Progress(budget_s=60)
@@ -57,7 +57,7 @@ def test_nothing_to_restore_leaves_a_run_as_it_is(tmp_path: Path) -> None:
     assert progress.step == 0
 
 
-def test_training_stops_at_its_budget_and_a_finished_run_takes_no_step(tmp_path: Path) -> None:
+def test_training_stops_at_its_time_budget(tmp_path: Path) -> None:
     run, layer = _run(tmp_path / "d.safetensors")
     taken: list[int] = []
     watched: list[int] = []
@@ -75,7 +75,7 @@ def test_training_stops_at_its_budget_and_a_finished_run_takes_no_step(tmp_path:
     assert watched == [steps, steps]
 
 
-def test_saving_leaves_no_unfinished_file(tmp_path: Path) -> None:
+def test_saving_a_checkpoint_leaves_no_temporary_file(tmp_path: Path) -> None:
     run, layer = _run(tmp_path / "c.safetensors")
     _step(run, layer, 1)
 
@@ -84,7 +84,7 @@ def test_saving_leaves_no_unfinished_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c.safetensors"]
 
 
-def test_the_rate_warms_up_stays_and_falls_at_the_end_of_the_budget() -> None:
+def test_learning_rate_warms_up_and_decays_at_the_end_of_the_budget() -> None:
     assert Progress(60, step=0).rate(1.0) == pytest.approx(0.01)
     assert Progress(60, step=500).rate(1.0) == pytest.approx(1.0)
     assert Progress(60, step=500, spent_s=47).rate(1.0) == pytest.approx(1.0)
@@ -93,7 +93,7 @@ def test_the_rate_warms_up_stays_and_falls_at_the_end_of_the_budget() -> None:
     assert Progress(60, step=500, spent_s=90).rate(1.0) == pytest.approx(0.01)
 
 
-def test_optimizers_follow_the_rates_they_were_made_with() -> None:
+def test_optimizers_scale_their_own_initial_learning_rates() -> None:
     parameter = [torch.nn.Parameter(torch.zeros(1))]
     optimizers = torch.optim.SGD(parameter, lr=1.0), torch.optim.AdamW(parameter, lr=0.1)
     for spent, share in ((0.0, 1.0), (54.0, 0.505)):
@@ -101,9 +101,7 @@ def test_optimizers_follow_the_rates_they_were_made_with() -> None:
         assert [one.param_groups[0]["lr"] for one in optimizers] == pytest.approx([share, 0.1 * share])
 
 
-def test_with_more_budget_a_run_goes_on_from_before_its_rate_fell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_budget_resumes_from_before_the_rate_decay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     path = tmp_path / "e.safetensors"

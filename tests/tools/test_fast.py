@@ -23,7 +23,7 @@ def after_steps(kind: type[torch.optim.Muon]) -> tuple[list[torch.Tensor], dict[
     return [matrix.detach() for matrix in matrices], optimizer.state_dict()["state"]
 
 
-def test_matrices_stacked_by_shape_go_where_each_alone_goes() -> None:
+def test_stacked_muon_equals_torch_muon() -> None:
     (stacked, kept), (alone, theirs) = after_steps(StackedMuon), after_steps(torch.optim.Muon)
     for ours, judged in zip(stacked, alone, strict=True):
         torch.testing.assert_close(ours, judged, atol=2e-3, rtol=0)
@@ -34,7 +34,7 @@ def test_matrices_stacked_by_shape_go_where_each_alone_goes() -> None:
 
 @pytest.mark.parametrize("scale", [None, 1.0])
 @pytest.mark.parametrize("biased", [False, True])
-def test_half_precision_attends_as_the_library_does_and_leaves_it_in_place(biased: bool, scale: float | None) -> None:
+def test_half_precision_attention_is_close_to_fused_and_restored(biased: bool, scale: float | None) -> None:
     fused = F.scaled_dot_product_attention
     drawn = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 16, 8, generator=drawn)
@@ -46,12 +46,12 @@ def test_half_precision_attends_as_the_library_does_and_leaves_it_in_place(biase
 
 
 @pytest.mark.parametrize("asked", [{"is_causal": True}, {"dropout_p": 0.1}, {"attn_mask": torch.ones(16, 16).bool()}])
-def test_half_precision_refuses_attention_that_it_does_not_know(asked: dict[str, object]) -> None:
+def test_half_precision_attention_rejects_unknown_arguments(asked: dict[str, object]) -> None:
     with half_precision(), pytest.raises(NotImplementedError, match="fused"):
         F.scaled_dot_product_attention(*torch.randn(3, 2, 4, 16, 8), **asked)
 
 
-def test_prompts_are_read_in_half_precision_as_they_are_read_when_served() -> None:
+def test_half_precision_text_encoding_is_close_to_full_precision() -> None:
     torch.manual_seed(0)
     encoder, tokenizer = Denoiser().text_encoder, make_tokenizer()
     said = tokenizer(["a red ring left of a blue star", "a blue ring left of a red star"], return_tensors="pt")

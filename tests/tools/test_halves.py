@@ -28,14 +28,14 @@ def trained(alone: bool) -> tuple[list[torch.Tensor], list[float]]:
     return [parameter.detach().clone() for parameter in model.parameters()], losses
 
 
-def test_two_processes_come_to_the_weights_that_one_comes_to() -> None:
+def test_training_in_two_processes_equals_training_in_one() -> None:
     (one, its_losses), (two, their_losses) = trained(alone=True), trained(alone=False)
     assert torch.allclose(torch.tensor(its_losses), torch.tensor(their_losses), atol=1e-6)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, two, strict=True))
     assert its_losses[-1] < its_losses[0]
 
 
-def test_the_other_process_ends_with_the_run() -> None:
+def test_second_training_process_exits_with_the_run() -> None:
     before = set(multiprocessing.active_children())
     halves = Halves(torch.nn.Linear(1, 1), lambda index, part: torch.zeros(()), alone=False)
     (other,) = set(multiprocessing.active_children()) - before

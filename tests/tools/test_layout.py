@@ -15,7 +15,7 @@ def said(scene: scenes.Scene) -> list[tuple[str, str, str]]:
     return [(PLACES[place], COLOURS[colour], SHAPES[shape]) for place, colour, shape in layout(scene)]
 
 
-def test_each_of_two_things_has_its_own_place() -> None:
+def test_layout_has_a_position_for_each_of_two_shapes() -> None:
     for scene in scenes.scenes("relation", 40, seed=1):
         first, second = scene.things
         nearer = {
@@ -31,7 +31,7 @@ def test_each_of_two_things_has_its_own_place() -> None:
         assert [named, others] == [[thing.colour, thing.shape] for thing in scene.things]
 
 
-def test_one_thing_is_both_and_may_move() -> None:
+def test_layout_of_a_single_shape_has_two_equal_entries() -> None:
     for kind in ("single", "motion"):
         for scene in scenes.scenes(kind, 20, seed=2):
             (thing,) = scene.things
@@ -39,7 +39,7 @@ def test_one_thing_is_both_and_may_move() -> None:
             assert said(scene) == 2 * [(place, thing.colour, thing.shape)]
 
 
-def test_words_name_the_things_in_their_order_however_a_caption_is_worded() -> None:
+def test_caption_words_map_to_their_shapes_in_any_wording() -> None:
     tokenizer = make_tokenizer()
     for kind in scenes.KINDS:
         for scene in scenes.scenes(kind, 10, seed=3):
@@ -53,7 +53,7 @@ def test_words_name_the_things_in_their_order_however_a_caption_is_worded() -> N
                 assert sum(which >= 0 for which in named) == sum(word in (*COLOURS, *SHAPES) for word in words)
 
 
-def test_only_words_that_name_a_thing_are_asked() -> None:
+def test_word_loss_covers_only_words_that_name_a_shape() -> None:
     torch.manual_seed(0)
     words = torch.randn(2, 4, 8, requires_grad=True)
     things = torch.tensor([[-1, 0, -1, 1], [-1, -1, -1, -1]])
@@ -103,7 +103,7 @@ def answers(scene: scenes.Scene, frames: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", scenes.KINDS)
-def test_patches_are_asked_where_they_are_and_what_is_on_their_side(kind: str) -> None:
+def test_patch_loss_is_low_only_for_the_correct_positions(kind: str) -> None:
     frames = 3 if kind == "motion" else 1
     for scene in scenes.scenes(kind, 8, seed=4):
         known, layouts = answers(scene, frames), torch.tensor([layout(scene)])
@@ -112,7 +112,7 @@ def test_patches_are_asked_where_they_are_and_what_is_on_their_side(kind: str) -
             assert loss_knowing(wrong, layouts) > 1
 
 
-def test_what_a_prompt_does_not_say_is_not_asked() -> None:
+def test_patch_loss_ignores_unknown_layout_parts() -> None:
     (scene,) = scenes.scenes("relation", 1, seed=5)
     known = answers(scene).repeat(2, 1, 1)
     layouts = torch.tensor([layout(scene)]).repeat(2, 1, 1)
@@ -122,7 +122,7 @@ def test_what_a_prompt_does_not_say_is_not_asked() -> None:
     assert loss_knowing(known, layouts) < 1e-3
 
 
-def test_the_heads_listen_to_the_transformer_they_are_made_for() -> None:
+def test_patch_heads_backpropagate_into_their_transformer_blocks() -> None:
     model = Denoiser()
     heads = PatchHeads(model.transformer.blocks, 144, SIDE)
     tokens = make_tokenizer()(["a red ring", "a blue star"], return_tensors="pt")

@@ -18,14 +18,14 @@ FILES = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.floats(0, 600
 
 
 @given(FILES, st.integers(1, 8))
-def test_each_file_is_in_one_part(seconds: dict[str, float], number: int) -> None:
+def test_each_test_file_is_in_exactly_one_part(seconds: dict[str, float], number: int) -> None:
     divided = parts(seconds, number)
     assert len(divided) == number
     assert sorted(file for part in divided for file in part) == sorted(seconds)
 
 
 @given(FILES, st.integers(1, 8))
-def test_no_part_is_longer_than_another_by_more_than_a_file(seconds: dict[str, float], number: int) -> None:
+def test_part_durations_differ_by_at_most_one_file(seconds: dict[str, float], number: int) -> None:
     totals = [sum(seconds[file] for file in part) for part in parts(seconds, number)]
     assert max(totals) - min(totals) <= max(seconds.values(), default=0) + 1e-6
 
@@ -51,7 +51,7 @@ def ran(project: Path, *options: str) -> set[str]:
     return set(re.findall(r"^PASSED \S+::(\w+)$", done.stdout, re.MULTILINE))
 
 
-def test_the_parts_of_a_run_are_all_of_it(project: Path) -> None:
+def test_parts_of_a_run_cover_all_tests(project: Path) -> None:
     assert ran(project, "--part", "1/2") == {"test_long"}
     assert ran(project, "--part", "2/2") == {"test_a", "test_new", "test_newer"}
     assert ran(project, "--part", "4/4") == set()
@@ -59,12 +59,12 @@ def test_the_parts_of_a_run_are_all_of_it(project: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["0/8", "9/8", "1", "a/b"])
-def test_a_part_that_is_none_is_refused(part: str) -> None:
+def test_invalid_part_raises_value_error(part: str) -> None:
     with pytest.raises(ValueError):
         part_of(part)
 
 
-def test_seconds_are_those_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_durations_are_read_from_junit_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").touch()

@@ -14,7 +14,7 @@ def _extent(thing: scenes.Thing) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", scenes.KINDS)
-def test_a_seed_draws_the_same_pictures_again(kind: str) -> None:
+def test_equal_seeds_draw_equal_images(kind: str) -> None:
     first, first_captions = scenes.pictures(kind, 5, seed=3)
     again, again_captions = scenes.pictures(kind, 5, seed=3)
     other, _ = scenes.pictures(kind, 5, seed=4)
@@ -24,7 +24,7 @@ def test_a_seed_draws_the_same_pictures_again(kind: str) -> None:
     assert not np.array_equal(first, other)
 
 
-def test_captions_are_the_promised_ones() -> None:
+def test_captions_have_the_documented_wording() -> None:
     assert scenes.caption(("red", "circle"), "white") == "a red circle on white"
     assert scenes.motion_caption(("orange", "ring"), "left", "gray") == "an orange ring moving left on gray"
     related = scenes.relation_caption(("blue", "star"), "left of", ("orange", "ring"), "black")
@@ -49,7 +49,7 @@ def test_held_out_combinations_leave_every_colour_and_shape_well_covered() -> No
 
 
 @pytest.mark.parametrize("kind", scenes.KINDS)
-def test_shapes_keep_off_the_edge_and_have_the_promised_size(kind: str) -> None:
+def test_shapes_avoid_the_image_edge_and_have_the_documented_size(kind: str) -> None:
     low, high = scenes.PAIR_RADII if kind == "relation" else scenes.RADII
     for scene in scenes.scenes(kind, 100, seed=1):
         for share in (0.0, 1.0):
@@ -60,7 +60,7 @@ def test_shapes_keep_off_the_edge_and_have_the_promised_size(kind: str) -> None:
         assert all(low <= thing.radius * 64 <= high for thing in scene.things)
 
 
-def test_two_shapes_are_apart_as_their_caption_says_and_nearly_level() -> None:
+def test_two_shapes_are_placed_according_to_their_caption() -> None:
     for scene in scenes.scenes("relation", 300, seed=2):
         first, second = scene.things
         offset = np.array([first.x - second.x, first.y - second.y])
@@ -73,7 +73,7 @@ def test_two_shapes_are_apart_as_their_caption_says_and_nearly_level() -> None:
         assert (first.colour, first.shape) != (second.colour, second.shape)
 
 
-def test_a_moving_shape_goes_straight_where_its_caption_says() -> None:
+def test_moving_shape_follows_the_direction_of_its_caption() -> None:
     for scene in scenes.scenes("motion", 100, seed=6):
         path, axis = np.array(scene.path), np.array(scenes.DIRECTIONS[scene.direction])
 
@@ -81,7 +81,7 @@ def test_a_moving_shape_goes_straight_where_its_caption_says() -> None:
         assert path @ axis[::-1] == 0
 
 
-def test_clips_move_and_stay_one_scene() -> None:
+def test_clips_show_motion_on_a_constant_background() -> None:
     clips, captions = scenes.clips(3, seed=6)
 
     assert clips.shape == (3, 9, 128, 128, 3)
@@ -91,14 +91,14 @@ def test_clips_move_and_stay_one_scene() -> None:
         assert np.array_equal(clip[0, 0, 0], clip[-1, 0, 0])
 
 
-def test_edges_are_smoothed() -> None:
+def test_shape_edges_are_antialiased() -> None:
     levels = np.unique(scenes.draw(scenes.scenes("single", 1, seed=2)[0]).reshape(-1, 3), axis=0)
 
     assert len(levels) > 2
 
 
 @pytest.mark.parametrize("size", [32, 64, 128])
-def test_a_scene_scales_with_the_picture(size: int) -> None:
+def test_scene_scales_with_the_image_size(size: int) -> None:
     scene = scenes.scenes("single", 1, seed=5)[0]
     covered = (scenes.draw(scene, size) != scene.paper).any(axis=-1)
     covered_in_detail = (scenes.draw(scene, 256) != scene.paper).any(axis=-1)
@@ -107,7 +107,7 @@ def test_a_scene_scales_with_the_picture(size: int) -> None:
     assert covered.mean() == pytest.approx(covered_in_detail.mean(), abs=0.05)
 
 
-def test_an_unknown_shape_is_refused_by_name() -> None:
+def test_unknown_shape_raises_value_error() -> None:
     scene: Scene = scenes.scenes("single", 1, seed=0)[0]
 
     with pytest.raises(ValueError, match="blob"):

@@ -30,7 +30,7 @@ def said(folder: Path, asked: str) -> tuple[str, list[int]]:
     return tokenizer.decode(made[:-1]), made
 
 
-def test_a_script_is_said_for_sure_in_several_tokens(tmp_path: Path) -> None:
+def test_scripted_model_generates_its_script_token_by_token(tmp_path: Path) -> None:
     folder = make_scripted_model(tmp_path, {"greet": "Hello, hello.", "call": CALL}, marks=["<tool_call>"])
     text, ids = said(folder, "call")
     assert text == CALL and len(ids) > 20
@@ -38,7 +38,7 @@ def test_a_script_is_said_for_sure_in_several_tokens(tmp_path: Path) -> None:
     assert said(folder, "anything")[0] == "Hello, hello."
 
 
-def test_tokens_may_be_given(tmp_path: Path) -> None:
+def test_scripted_model_accepts_explicit_unique_tokens(tmp_path: Path) -> None:
     text, ids = said(make_scripted_model(tmp_path, ["He", "llo", " ", "world"]), "")
     assert (text, len(ids)) == ("Hello world", 5)
     with pytest.raises(ValueError, match="twice"):

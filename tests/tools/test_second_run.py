@@ -137,7 +137,7 @@ TWO_PROCESSES = ("-p", "xdist.plugin", "-n", "2", "--dist", "loadfile")
 
 
 @pytest.mark.parametrize("processes", [(), TWO_PROCESSES], ids=["one process", "two processes"])
-def test_a_test_that_passes_the_second_time_is_forgiven_and_listed(project: Project, processes: tuple[str]) -> None:
+def test_failed_test_passing_on_rerun_is_listed_as_flaky(project: Project, processes: tuple[str]) -> None:
     project.written_long_ago(PASSES, FLAKY)
     first = project.run(*processes)
     assert (first.code, first.flaky) == (0, ["test_old.py::test_flaky"]), first.output
@@ -146,7 +146,7 @@ def test_a_test_that_passes_the_second_time_is_forgiven_and_listed(project: Proj
     assert project.listed() == ["tests/test_old.py::test_flaky"]
 
 
-def test_each_failure_is_judged_by_itself(project: Project) -> None:
+def test_each_failed_test_is_rerun_and_judged_separately(project: Project) -> None:
     project.written_long_ago(PASSES, FLAKY, BROKEN, EVERY_SORT)
     run = project.run()
     assert run.code == 1
@@ -159,7 +159,7 @@ def test_each_failure_is_judged_by_itself(project: Project) -> None:
     assert project.listed() == [f"tests/{name}" for name in run.flaky]
 
 
-def test_a_listed_test_gets_no_second_run(project: Project) -> None:
+def test_listed_flaky_tests_are_not_rerun(project: Project) -> None:
     project.written_long_ago(EVERY_SORT, listed="tests/test_old.py::test_flaky_parameters[other]\n")
     run = project.run("-k", "parameters")
     assert (run.code, run.flaky) == (1, [])
@@ -168,7 +168,7 @@ def test_a_listed_test_gets_no_second_run(project: Project) -> None:
 
 
 @pytest.mark.parametrize("state", ["new", "committed", "changed"])
-def test_a_test_of_this_landing_gets_no_second_run(project: Project, state: str) -> None:
+def test_new_or_changed_tests_are_not_rerun(project: Project, state: str) -> None:
     project.written_long_ago(PASSES)
     project.write("test_old.py" if state == "changed" else "test_new.py", FLAKY)
     if state == "committed":
@@ -179,7 +179,7 @@ def test_a_test_of_this_landing_gets_no_second_run(project: Project, state: str)
     assert project.listed() == []
 
 
-def test_without_a_history_there_is_no_second_run(project: Project) -> None:
+def test_failed_tests_are_not_rerun_without_git_history(project: Project) -> None:
     project.write("test_old.py", FLAKY)
     project.commit()
     run = project.run()
@@ -187,7 +187,7 @@ def test_without_a_history_there_is_no_second_run(project: Project) -> None:
     assert f"set {BASE_VARIABLE}" in run.refused[0]
 
 
-def test_a_crashed_process_is_never_forgiven(project: Project) -> None:
+def test_crashed_test_process_fails_the_run(project: Project) -> None:
     project.written_long_ago(PASSES, FLAKY, CRASHES)
     run = project.run(*TWO_PROCESSES)
     assert (run.code, run.flaky) == (1, [])
@@ -195,7 +195,7 @@ def test_a_crashed_process_is_never_forgiven(project: Project) -> None:
 
 
 @pytest.mark.parametrize("processes", [(), TWO_PROCESSES], ids=["one process", "two processes"])
-def test_a_file_that_cannot_be_loaded_is_never_forgiven(project: Project, processes: tuple[str]) -> None:
+def test_unloadable_test_file_fails_the_run(project: Project, processes: tuple[str]) -> None:
     project.write("test_unloadable.py", UNLOADABLE)
     project.written_long_ago(FLAKY)
     run = project.run("--continue-on-collection-errors", *processes)
@@ -204,19 +204,19 @@ def test_a_file_that_cannot_be_loaded_is_never_forgiven(project: Project, proces
     assert run.refused == (["tests/test_unloadable.py could not be loaded"] if "1 failed" in run.last_line else [])
 
 
-def test_an_interrupted_run_is_never_forgiven(project: Project) -> None:
+def test_interrupted_run_is_not_rerun(project: Project) -> None:
     project.written_long_ago(FLAKY, INTERRUPTED)
     run = project.run()
     assert (run.code, run.flaky, run.refused) == (2, [], [])
 
 
-def test_a_run_that_stops_at_its_first_failure_is_never_forgiven(project: Project) -> None:
+def test_run_stopped_at_its_first_failure_is_not_rerun(project: Project) -> None:
     project.written_long_ago(FLAKY, BROKEN)
     run = project.run("-x")
     assert (run.code, run.flaky, run.refused) == (1, [], ["the run was stopped before its end"])
 
 
-def test_very_many_failures_get_no_second_run(project: Project) -> None:
+def test_too_many_failures_are_not_rerun(project: Project) -> None:
     many = f"@pytest.mark.parametrize('n', range({MAX_TESTS + 1}))\ndef test_many(n): assert not first_time(str(n))\n"
     project.written_long_ago(many)
     run = project.run()
@@ -224,13 +224,13 @@ def test_very_many_failures_get_no_second_run(project: Project) -> None:
     assert run.refused == [f"{MAX_TESTS + 1} tests failed, more than {MAX_TESTS}"]
 
 
-def test_without_the_option_nothing_is_run_again(project: Project) -> None:
+def test_failed_tests_are_not_rerun_without_the_option(project: Project) -> None:
     project.written_long_ago(FLAKY)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     assert subprocess.run(command, cwd=project.root, stdout=subprocess.DEVNULL).returncode == 1
 
 
-def test_a_branch_begins_where_it_left_the_main_branch(project: Project, tmp_path: Path) -> None:
+def test_branch_changes_start_at_the_merge_base_with_main(project: Project, tmp_path: Path) -> None:
     base = project.commit()
     project.git("switch", "--quiet", "--create", "topic")
     project.write("test_topic.py", PASSES)
@@ -242,14 +242,14 @@ def test_a_branch_begins_where_it_left_the_main_branch(project: Project, tmp_pat
     assert changed_files(clone, base) == {clone / "tests" / "test_topic.py"}
 
 
-def test_on_the_main_branch_a_landing_is_half_a_day_long(project: Project) -> None:
+def test_changes_on_main_start_half_a_day_before_the_last_commit(project: Project) -> None:
     base = project.commit("2020-01-31T11:59:59Z")
     project.commit("2020-01-31T12:00:01Z")
     project.commit("2020-02-01T00:00:00Z")
     assert landing_base(project.root) == (base, "")
 
 
-def test_a_variable_names_the_commit_before_a_landing(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_variable_overrides_the_base_commit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     base = project.commit(NEW)
     project.commit(NEW)
     monkeypatch.setenv(BASE_VARIABLE, "HEAD~1")
@@ -258,12 +258,12 @@ def test_a_variable_names_the_commit_before_a_landing(project: Project, monkeypa
     assert landing_base(project.root) == ("", "nothing is no commit here")
 
 
-def test_outside_a_repository_the_commit_before_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_commit_is_unknown_outside_a_git_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert landing_base(tmp_path) == ("", "this is no git repository")
 
 
-def test_listed_tests_exist() -> None:
+def test_listed_flaky_tests_exist() -> None:
     for name in (ROOT / FLAKY_FILE).read_text().splitlines():
         if name and not name.startswith("#"):
             file, _, test = name.partition("::")

@@ -22,7 +22,7 @@ def ran(folder: Path, **commands: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([bash, "script.sh"], cwd=folder, env={"PATH": str(folder)}, capture_output=True, text=True)
 
 
-def test_who_may_not_install_is_told_what_is_missing_and_goes_on(tmp_path: Path) -> None:
+def test_missing_packages_are_listed_and_skipped_without_root(tmp_path: Path) -> None:
     done = ran(tmp_path, id="echo 1000", sudo="exit 1", **{"apt-get": "touch installed"})
 
     assert done.returncode == 0, done.stderr
@@ -31,7 +31,7 @@ def test_who_may_not_install_is_told_what_is_missing_and_goes_on(tmp_path: Path)
     assert not (tmp_path / "installed").exists()
 
 
-def test_who_may_has_what_is_missing_installed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_missing_packages_are_installed_as_root(tmp_path: Path) -> None:
     there = {"chromium": "true", "nginx": "true", "ip": "true", "true": "exit 0"}
     env = 'while [[ $1 == *=* ]]; do shift; done; "$@"'
     done = ran(tmp_path, id="echo 0", env=env, **there, **{"apt-get": 'echo "$@" >> asked'})
@@ -42,7 +42,7 @@ def test_who_may_has_what_is_missing_installed_and_nothing_else(tmp_path: Path) 
     assert asked[1].split()[-3:] == ["libibverbs1", "openssl", "redis-server"]
 
 
-def test_ci_and_the_makefile_have_no_list_of_their_own() -> None:
+def test_ci_and_makefile_have_no_package_list_of_their_own() -> None:
     for path in (ROOT / ".ci" / "run", ROOT / "Makefile"):
         assert not [package for package in PACKAGES if package in path.read_text()]
     assert os.access(ROOT / "tools" / "system_packages.sh", os.X_OK)

@@ -39,7 +39,7 @@ def folder(work: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_the_folder_is_a_wan_pipeline_of_at_most_16_mb(folder: Path) -> None:
+def test_trained_model_is_a_wan_pipeline_of_at_most_16_mb(folder: Path) -> None:
     pipeline = DiffusionPipeline.from_pretrained(folder)
 
     assert isinstance(pipeline, WanPipeline)
@@ -50,7 +50,7 @@ def test_the_folder_is_a_wan_pipeline_of_at_most_16_mb(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_folder_generates_at_its_serving_defaults(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_trained_model_generates_at_its_serving_defaults(kind: str, folder: Path, tmp_path: Path) -> None:
     defaults = serving_defaults(folder, kind) | {"num_inference_steps": 2}
     captions = random_captions(kind, 2, seed=0)
 
@@ -61,7 +61,7 @@ def test_the_folder_generates_at_its_serving_defaults(kind: str, folder: Path, t
     assert sheet(made, captions).height == 128 + 18
 
 
-def test_a_run_can_be_scored_from_its_checkpoints(work: Path) -> None:
+def test_training_run_is_scored_from_its_checkpoints(work: Path) -> None:
     curve.follow(work, every_s=1.0, count=1, seed=0)
 
     (line,) = (work / "curve.jsonl").read_text().splitlines()
@@ -70,7 +70,7 @@ def test_a_run_can_be_scored_from_its_checkpoints(work: Path) -> None:
     assert (work / "interim" / weights).read_bytes() == (work / "out" / weights).read_bytes()
 
 
-def test_a_refined_decoder_leaves_the_latents_as_they_are(work: Path) -> None:
+def test_decoder_refinement_does_not_change_the_latents(work: Path) -> None:
     before, after = vae.make_vae().eval(), WanPipeline.from_pretrained(work / "out").vae
     curve.load(work / "vae.safetensors", "vae", before)
     frames = scenes.clips(1, seed=0)[0]
@@ -82,14 +82,14 @@ def test_a_refined_decoder_leaves_the_latents_as_they_are(work: Path) -> None:
         assert not torch.equal(before.decode(latents).sample, after.decode(latents).sample)
 
 
-def test_training_shows_no_held_out_combination() -> None:
+def test_training_data_has_no_held_out_combination() -> None:
     held_out = {f"{colour} {shape}" for colour, shape in scenes.HELD_OUT}
     drawn = [scene for kind in dit.COUNTS for scene in dit.training_scenes(kind, seed=0)[-2000:]]
 
     assert not held_out & {f"{thing.colour} {thing.shape}" for scene in drawn for thing in scene.things}
 
 
-def test_training_feeds_the_words_the_pipeline_feeds(folder: Path) -> None:
+def test_training_text_embeddings_equal_those_of_the_pipeline(folder: Path) -> None:
     pipeline = WanPipeline.from_pretrained(folder)
     scene = scenes.scenes("relation", 1, seed=0)[0]
     table = Wordings(make_tokenizer(), [scene])
@@ -109,7 +109,7 @@ def test_training_feeds_the_words_the_pipeline_feeds(folder: Path) -> None:
     assert torch.allclose(fed[0], torch.cat([asked, empty]), atol=1e-5)
 
 
-def test_single_frames_give_the_same_numbers_faster_path_or_not() -> None:
+def test_single_frame_fast_path_equals_the_plain_vae() -> None:
     torch.manual_seed(0)
     autoencoder = vae.make_vae().eval()
     pixels = vae.to_pixels(scenes.clips(2, seed=0, frames=5)[0])[..., :64, :64]
@@ -125,7 +125,7 @@ def test_single_frames_give_the_same_numbers_faster_path_or_not() -> None:
     assert torch.allclose(unclamped.clamp(-1, 1), decoded, atol=1e-4)
 
 
-def test_a_score_counts_each_part_and_words_the_misses() -> None:
+def test_score_counts_each_caption_part_and_lists_misses() -> None:
     pictures, captions = scenes.pictures("single", 4, seed=1)
     asked = [captions[0].replace(captions[0].split()[-1], "nowhere"), *captions[1:]]
 
@@ -135,7 +135,7 @@ def test_a_score_counts_each_part_and_words_the_misses() -> None:
     assert len(result.misses) == 1
 
 
-def test_pictures_and_clips_made_elsewhere_are_scored_by_kind(tmp_path: Path) -> None:
+def test_score_folder_scores_image_and_video_files_by_kind(tmp_path: Path) -> None:
     held_out = scenes.random_single(np.random.default_rng(0), scenes.HELD_OUT)
     made = {kind: scenes.scenes(kind, 1, seed=0)[0] for kind in scenes.KINDS} | {"held-out": held_out}
     for kind, scene in made.items():

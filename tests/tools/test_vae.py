@@ -19,11 +19,11 @@ IMAGES, CLIPS = scenes.pictures("single", 3, seed=1)[0], scenes.clips(2, seed=2)
         ("clips", 1, 9, 128),
     ],
 )
-def test_a_batch_has_the_size_of_its_kind(kind: str, count: int, frames: int, side: int) -> None:
+def test_vae_training_batch_has_the_shape_of_its_kind(kind: str, count: int, frames: int, side: int) -> None:
     assert batch_of(np.random.default_rng(0), {kind: 1}, IMAGES, CLIPS).shape == (count, 3, frames, side, side)
 
 
-def test_kinds_come_as_often_as_they_are_weighted() -> None:
+def test_vae_training_batches_are_drawn_by_weight() -> None:
     for mix in (MIX, MIX_OF_DECODER):
         rng = np.random.default_rng(3)
         clips = sum(batch_of(rng, mix, IMAGES, CLIPS).shape[2] > 1 for _ in range(120))

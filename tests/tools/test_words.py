@@ -7,13 +7,13 @@ from tools.shapes import scenes
 from tools.shapes.words import MAX_TOKENS, PLACES, Wordings, make_tokenizer, wordings
 
 
-def test_case_articles_marks_and_british_spelling_do_not_matter() -> None:
+def test_tokenizer_ignores_case_articles_punctuation_and_spelling() -> None:
     tokenizer = make_tokenizer()
 
     assert tokenizer("An ORANGE Star, on grey!").input_ids == tokenizer("a orange star on gray").input_ids
 
 
-def test_only_unknown_words_become_the_unknown_token() -> None:
+def test_only_unknown_words_map_to_the_unknown_token() -> None:
     tokenizer = make_tokenizer()
     known = " ".join([*scenes.COLOURS, *scenes.SHAPES, *scenes.GROUNDS, *PLACES])
 
@@ -22,7 +22,7 @@ def test_only_unknown_words_become_the_unknown_token() -> None:
 
 
 @pytest.mark.parametrize("kind", scenes.KINDS)
-def test_every_wording_fits_and_the_first_is_the_caption(kind: str) -> None:
+def test_all_wordings_fit_max_tokens_and_the_first_is_the_caption(kind: str) -> None:
     tokenizer = make_tokenizer()
     drawn = scenes.scenes(kind, 100, seed=0)
     table = Wordings(tokenizer, drawn)
@@ -34,7 +34,7 @@ def test_every_wording_fits_and_the_first_is_the_caption(kind: str) -> None:
         assert tokenizer(wordings(scene)[0]).input_ids == tokenizer(scene.caption).input_ids
 
 
-def test_captions_are_reworded_and_dropped_as_often_as_asked() -> None:
+def test_captions_are_reworded_and_dropped_at_the_given_rates() -> None:
     drawn = scenes.scenes("relation", 50, seed=1)
     table = Wordings(make_tokenizer(), drawn)
     which = np.random.default_rng(1).integers(50, size=4000)

@@ -211,9 +211,7 @@ def soak(seed: int, count: int, kills: int, engines: Sequence[str], stack: ExitS
 
 
 @pytest.mark.slow
-def test_transfers_through_faults_end_well_or_in_one_error(
-    stack: ExitStack, tmp_path: Path, record_property: Record
-) -> None:
+def test_faulty_transfers_succeed_or_raise_one_error(stack: ExitStack, tmp_path: Path, record_property: Record) -> None:
     done = soak(5, 600, 3, ["tcp", "zmq"], stack, tmp_path)
     record_property("counted", done.told())
     assert {name for engine in done.engines.values() for name in engine.injected} == set(FAULTS)
@@ -224,7 +222,7 @@ def test_transfers_through_faults_end_well_or_in_one_error(
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(10))
-def test_ten_thousand_transfers_through_faults(
+def test_many_faulty_transfers_succeed_or_raise_one_error(
     seed: int, stack: ExitStack, tmp_path: Path, record_property: Record
 ) -> None:
     """Mooncake is among the engines in every second round."""
@@ -237,7 +235,7 @@ def test_ten_thousand_transfers_through_faults(
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["tcp", "zmq"])
-def test_every_bit_that_flips_on_a_wire_is_detected(name: str, times: int, stack: ExitStack) -> None:
+def test_every_bit_flip_is_detected_by_each_engine(name: str, times: int, stack: ExitStack) -> None:
     """One bit of each object, somewhere; with one try only, so that each is an error."""
     owner, arena = ChildOwner(name), Arena(64 << 20)
     stack.callback(owner.end)
@@ -259,7 +257,7 @@ def test_every_bit_that_flips_on_a_wire_is_detected(name: str, times: int, stack
 
 
 @pytest.mark.parametrize("fault", ["drop", "cut", "corrupt", "delay", "slow", "refuse", "dead", "full"])
-def test_each_fault_alone_ends_as_it_should(fault: str, stack: ExitStack) -> None:
+def test_each_single_fault_recovers_or_raises_its_error(fault: str, stack: ExitStack) -> None:
     """What heals by another try succeeds by another engine; what cannot heal is the error that it is."""
     owner, arena = ArenaOwner(lambda: FakeEngine(OPTIONS)), Arena(16 << 20)
     address, ref = owner.start(), owner.put(1, CHUNK_BYTES + 5)
@@ -283,7 +281,7 @@ def test_each_fault_alone_ends_as_it_should(fault: str, stack: ExitStack) -> Non
         assert np.array_equal(arena.view[offset : offset + ref.nbytes], owner._extents[ref.id][1])
 
 
-def test_faults_are_the_same_at_every_run_with_the_same_seed() -> None:
+def test_faults_are_reproducible_with_the_same_seed() -> None:
     def drawn(seed: int) -> list[object]:
         engine = FaultyEngine(FakeEngine(OPTIONS), Faults(seed=seed, drop=0.5, cut=0.5, slow=0.5))
         return [sorted(engine.draw()[0]) for _ in range(50)]

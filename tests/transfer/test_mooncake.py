@@ -69,14 +69,14 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Started]:
     del sys.modules["unfuse.transfer.mooncake"], transfer.mooncake
 
 
-def test_tcp_is_used_also_where_there_is_rdma(start: Started) -> None:
+def test_mooncake_uses_tcp_by_default_even_with_rdma_devices(start: Started) -> None:
     """The library would take a device that is there, whatever protocol it is told."""
     start("mlx5_0")
     assert Library.starts == [("tcp", "", True)]
 
 
 @pytest.mark.parametrize(("named", "said"), [((), ""), (("mlx5_1", "mlx5_0"), "mlx5_1,mlx5_0")])
-def test_rdma_is_used_where_it_is_asked_for(start: Started, named: tuple[str, ...], said: str) -> None:
+def test_mooncake_uses_rdma_if_configured(start: Started, named: tuple[str, ...], said: str) -> None:
     with capture_logs() as logs:
         start("mlx5_0", "mlx5_1", mooncake_protocol="rdma", mooncake_devices=named)
     assert Library.starts == [("rdma", said, False)]
@@ -93,7 +93,7 @@ def test_rdma_is_used_where_it_is_asked_for(start: Started, named: tuple[str, ..
         (("mlx5_1",), ("mlx5_0", "mlx5_1"), "an RDMA device does not exist"),
     ],
 )
-def test_without_the_devices_tcp_is_used_and_the_log_says_so(
+def test_mooncake_falls_back_to_tcp_with_a_warning_without_devices(
     start: Started, there: tuple[str, ...], named: tuple[str, ...], says: str
 ) -> None:
     with capture_logs() as logs:
@@ -102,14 +102,14 @@ def test_without_the_devices_tcp_is_used_and_the_log_says_so(
     assert [(line["log_level"], line["event"]) for line in logs] == [("warning", f"Mooncake uses tcp: {says}")]
 
 
-def test_rdma_that_does_not_start_is_followed_by_tcp(start: Started) -> None:
+def test_mooncake_falls_back_to_tcp_if_rdma_fails_to_start(start: Started) -> None:
     with capture_logs() as logs:
         start("mlx5_0", codes={"rdma": -200}, mooncake_protocol="rdma")
     assert Library.starts == [("rdma", "", False), ("tcp", "", True)]
     assert (logs[0]["log_level"], logs[0]["code"]) == ("warning", -200)
 
 
-def test_a_library_that_does_not_start_at_all_is_an_error(start: Started) -> None:
+def test_mooncake_that_cannot_start_raises_config_error(start: Started) -> None:
     with pytest.raises(ConfigError, match="Mooncake could not start"):
         start("mlx5_0", codes={"rdma": 1, "tcp": 1}, mooncake_protocol="rdma")
 
@@ -124,7 +124,7 @@ def reading(start: Started) -> OneSidedEngine:
     return engine
 
 
-def test_many_ranges_are_one_call(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mooncake_reads_many_ranges_in_one_batch_call(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = reading(start)
     engine.read(b"10.0.0.1:1", RANGES)
     assert Library.reads == [("10.0.0.1:1", PLACES)]
@@ -134,9 +134,7 @@ def test_many_ranges_are_one_call(start: Started, monkeypatch: pytest.MonkeyPatc
     assert len(Library.reads) == 2
 
 
-def test_a_library_without_that_call_reads_one_range_after_the_other(
-    start: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mooncake_without_batch_read_reads_ranges_one_by_one(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops at the first one that fails."""
 
     def read(self: Library, owner: str, place: int, address: int, count: int) -> int:

@@ -64,14 +64,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneSidedEngine]:
     sys.modules.pop("unfuse.transfer.nixl", None)
 
 
-def test_many_ranges_are_one_transfer(engine: OneSidedEngine) -> None:
+def test_nixl_reads_many_ranges_in_one_transfer(engine: OneSidedEngine) -> None:
     engine.read(b"here", RANGES)
     asked: Any = engine._agent.asked  # type: ignore[attr-defined]
     ours, theirs = ("DRAM", [(5, 16, 0), (21, 3, 0)]), ("DRAM", [(1000, 16, 0), (1016, 3, 0)])
     assert asked == [("READ", ours, theirs, "agent here"), ("released", 0)]
 
 
-def test_a_transfer_that_fails_is_let_go(engine: OneSidedEngine) -> None:
+def test_failed_nixl_transfer_is_released_and_raises_link_broken(engine: OneSidedEngine) -> None:
     agent: Any = engine._agent  # type: ignore[attr-defined]
     agent.states = ["PROC", "ERR"]
     with pytest.raises(LinkBroken, match="NIXL could not read: transfer state ERR"):

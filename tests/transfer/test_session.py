@@ -96,7 +96,7 @@ def here(arena: Arena, sink: ArenaSink) -> NDArray[np.uint8]:
     return arena.view[extent.offset : extent.offset + extent.nbytes]
 
 
-def test_what_came_and_was_verified_is_not_pulled_again(owner: ArenaOwner, arena: Arena) -> None:
+def test_verified_chunks_are_not_pulled_again_after_a_broken_link(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.put(1, 4 * CHUNK_BYTES)
     engine = Recording(breaks={0: CHUNK_BYTES * 5 // 2, 1: 10})
     with transfers({"fake": engine}, lambda _: {"fake": address}) as fetching:
@@ -107,7 +107,7 @@ def test_what_came_and_was_verified_is_not_pulled_again(owner: ArenaOwner, arena
     assert (here(arena, sink) == pattern(1, ref.nbytes)).all()
 
 
-def test_an_owner_that_restarted_elsewhere_is_resumed_from_the_last_good_chunk(owner: ArenaOwner, arena: Arena) -> None:
+def test_transfer_resumes_from_the_last_verified_chunk_after_owner_restart(owner: ArenaOwner, arena: Arena) -> None:
     addresses = [owner.start()]
     ref = owner.put(2, 4 * CHUNK_BYTES)
     engine = Recording()
@@ -123,7 +123,7 @@ def test_an_owner_that_restarted_elsewhere_is_resumed_from_the_last_good_chunk(o
     assert [start for start, _ in engine.pulled].count(0) == 1
 
 
-def test_another_engine_takes_over_and_only_for_what_is_missing(owner: ArenaOwner, arena: Arena) -> None:
+def test_fallback_engine_pulls_only_the_missing_chunks(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.put(3, 3 * CHUNK_BYTES)
     best, other = Recording(breaks={0: CHUNK_BYTES + 5}), Recording()
     with transfers({"tcp": best, "zmq": other}, lambda _: {"tcp": address, "zmq": address}) as fetching:
@@ -133,7 +133,7 @@ def test_another_engine_takes_over_and_only_for_what_is_missing(owner: ArenaOwne
     assert (here(arena, sink) == pattern(3, ref.nbytes)).all()
 
 
-def test_an_object_with_a_damaged_copy_is_one_error_and_leaves_no_room_taken(owner: ArenaOwner, arena: Arena) -> None:
+def test_damaged_object_raises_object_lost_and_frees_its_memory(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.put(4, 2 * CHUNK_BYTES)
     extent = owner._extents[ref.id][0]
     owner.arena.memory[extent.offset + CHUNK_BYTES + 9] ^= 4
@@ -145,7 +145,7 @@ def test_an_object_with_a_damaged_copy_is_one_error_and_leaves_no_room_taken(own
     assert sink.extent is None and arena.usage().used == 0
 
 
-def test_an_owner_that_is_gone_is_one_error(owner: ArenaOwner, arena: Arena) -> None:
+def test_pull_from_a_stopped_owner_raises_object_lost(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.put(5, 100)
     owner.stop()
     with (
@@ -156,7 +156,7 @@ def test_an_owner_that_is_gone_is_one_error(owner: ArenaOwner, arena: Arena) -> 
     assert arena.usage().used == 0
 
 
-def test_an_owner_without_an_engine_of_ours_is_one_error(arena: Arena, owner: ArenaOwner) -> None:
+def test_owner_without_a_common_engine_raises_object_lost(arena: Arena, owner: ArenaOwner) -> None:
     ref = owner.put(5, 100)
     with (
         transfers({"fake": FakeEngine(QUICK)}, lambda _: {"tcp": "tcp://127.0.0.1:1"}) as fetching,
@@ -166,7 +166,7 @@ def test_an_owner_without_an_engine_of_ours_is_one_error(arena: Arena, owner: Ar
 
 
 @pytest.mark.parametrize("change", [{"nbytes": -5}, {"checksums": (1, 2, 3)}])
-def test_a_ref_that_contradicts_itself_takes_no_room(
+def test_inconsistent_ref_raises_object_lost_and_allocates_no_memory(
     owner: ArenaOwner, arena: Arena, change: dict[str, object]
 ) -> None:
     address = owner.start()
@@ -179,7 +179,7 @@ def test_a_ref_that_contradicts_itself_takes_no_room(
     assert arena.usage().high_water == 0
 
 
-def test_a_full_arena_is_waited_for(owner: ArenaOwner, arena: Arena) -> None:
+def test_transfer_waits_for_space_in_a_full_arena(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.put(6, CHUNK_BYTES)
     blocker = arena.create(63 << 20, "r")
     with transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}) as fetching:
@@ -191,7 +191,7 @@ def test_a_full_arena_is_waited_for(owner: ArenaOwner, arena: Arena) -> None:
     assert (here(arena, sink) == pattern(6, ref.nbytes)).all()
 
 
-def test_an_arena_that_stays_full_is_one_error(owner: ArenaOwner, arena: Arena) -> None:
+def test_transfer_into_an_arena_that_stays_full_raises_arena_full(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.put(6, CHUNK_BYTES)
     arena.create(63 << 20, "r")
     options = msgspec.structs.replace(QUICK, bootstrap_s=0.1)
@@ -202,7 +202,7 @@ def test_an_arena_that_stays_full_is_one_error(owner: ArenaOwner, arena: Arena) 
         fetching.fetch(ref, ArenaSink(arena, ref)).result(60)
 
 
-def test_sessions_that_wait_keep_no_other_waiting(owner: ArenaOwner, arena: Arena) -> None:
+def test_waiting_sessions_do_not_block_other_sessions(owner: ArenaOwner, arena: Arena) -> None:
     """All on one thread: one waits for room, one for its owner to write, one for an owner that never comes."""
     address = owner.start()
     large, growing, good = owner.put(7, CHUNK_BYTES), owner.start_output(8, CHUNK_BYTES), owner.put(9, CHUNK_BYTES + 1)
@@ -229,7 +229,7 @@ def test_sessions_that_wait_keep_no_other_waiting(owner: ArenaOwner, arena: Aren
     assert full.usage().used == 0
 
 
-def test_a_defect_in_one_sink_fails_its_session_only(owner: ArenaOwner, arena: Arena) -> None:
+def test_exception_in_a_sink_fails_only_its_session(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.put(10, 100)
 
     class Broken(ArenaSink):
@@ -245,7 +245,7 @@ def test_a_defect_in_one_sink_fails_its_session_only(owner: ArenaOwner, arena: A
         fetching.fetch(ref, ArenaSink(arena, ref)).result(60)
 
 
-def test_success_is_said_after_the_last_chunk_is_verified(owner: ArenaOwner) -> None:
+def test_session_succeeds_only_after_the_last_chunk_is_verified(owner: ArenaOwner) -> None:
     address, ref = owner.start(), owner.put(11, 3 * CHUNK_BYTES)
     states: list[tuple[str, int]] = []
 
@@ -272,7 +272,7 @@ def test_success_is_said_after_the_last_chunk_is_verified(owner: ArenaOwner) -> 
 
 
 @pytest.mark.parametrize("state", SESSION_MOVES)
-def test_only_legal_moves_are_made(owner: ArenaOwner, state: str) -> None:
+def test_illegal_session_state_transitions_raise(owner: ArenaOwner, state: str) -> None:
     ref = owner.put(12, 10)
     session = TransferSession(ref, RingBuffer(np.empty(10, np.uint8), ref), None, QUICK)  # type: ignore[arg-type]
     for other in SESSION_MOVES:
@@ -284,7 +284,7 @@ def test_only_legal_moves_are_made(owner: ArenaOwner, state: str) -> None:
                 session._move(other)
 
 
-def test_fifty_chunks_come_through_a_window_of_two(arena: Arena) -> None:
+def test_fifty_chunks_stream_through_a_two_chunk_ring_buffer(arena: Arena) -> None:
     big = Arena(256 << 20)
     engine = open_engine("tcp", OPTIONS)
     owner = ArenaOwner(lambda: engine)
@@ -303,7 +303,7 @@ def test_fifty_chunks_come_through_a_window_of_two(arena: Arena) -> None:
     big.close()
 
 
-def test_no_byte_comes_twice_through_a_window_that_is_no_multiple_of_a_chunk(owner: ArenaOwner) -> None:
+def test_ring_buffer_of_uneven_size_pulls_no_byte_twice(owner: ArenaOwner) -> None:
     address, ref, engine = owner.start(), owner.put(13, 4 * CHUNK_BYTES + 9), Recording()
     with transfers({"fake": engine}, lambda _: {"fake": address}) as fetching:
         fetching.fetch(ref, window := RingBuffer(np.empty(CHUNK_BYTES * 3 // 2, np.uint8), ref))
@@ -311,13 +311,13 @@ def test_no_byte_comes_twice_through_a_window_that_is_no_multiple_of_a_chunk(own
     assert sum(stop - start for start, stop in engine.pulled) == ref.nbytes
 
 
-def test_a_window_smaller_than_a_chunk_is_refused_since_nothing_could_be_verified(owner: ArenaOwner) -> None:
+def test_ring_buffer_smaller_than_a_chunk_raises_value_error(owner: ArenaOwner) -> None:
     ref = owner.put(14, 2 * CHUNK_BYTES)
     with pytest.raises(ValueError, match="needed to verify"):
         RingBuffer(np.empty(CHUNK_BYTES - 1, np.uint8), ref)
 
 
-def test_whoever_drains_a_window_hears_of_the_failure_after_what_was_good(owner: ArenaOwner) -> None:
+def test_ring_buffer_raises_the_error_after_the_verified_chunks(owner: ArenaOwner) -> None:
     address, ref = owner.start(), owner.put(15, 3 * CHUNK_BYTES)
     extent = owner._extents[ref.id][0]
     owner.arena.memory[extent.offset + 2 * CHUNK_BYTES] ^= 1
@@ -330,7 +330,7 @@ def test_whoever_drains_a_window_hears_of_the_failure_after_what_was_good(owner:
     assert b"".join(got) == bytes(pattern(15, ref.nbytes)[: 2 * CHUNK_BYTES])
 
 
-def test_what_is_announced_is_held_only_by_who_knows_that_it_is_not_whole(owner: ArenaOwner) -> None:
+def test_unsealed_object_can_be_referenced_only_as_announced(owner: ArenaOwner) -> None:
     ref = owner.start_output(1, CHUNK_BYTES)
     shown = ref.id, ref.key, ref.generation, ref.nbytes
     with pytest.raises(ObjectLost):
@@ -350,7 +350,7 @@ def test_what_is_announced_is_held_only_by_who_knows_that_it_is_not_whole(owner:
     assert owner.used() == 0
 
 
-def test_a_stream_that_was_sealed_and_deleted_is_whole_to_who_holds_it(owner: ArenaOwner) -> None:
+def test_sealed_and_deleted_object_stays_complete_for_its_reader(owner: ArenaOwner) -> None:
     ref = owner.start_output(1, CHUNK_BYTES)
     owner.write(ref, 1)
     owner.arena.hold(ref.id, ref.key, ref.generation, ref.nbytes, announced=True)
@@ -360,7 +360,7 @@ def test_a_stream_that_was_sealed_and_deleted_is_whole_to_who_holds_it(owner: Ar
     owner.arena.unhold(ref.id)
 
 
-def test_a_stream_whose_writer_gives_up_is_an_error_and_a_changed_one_too(owner: ArenaOwner, arena: Arena) -> None:
+def test_aborted_or_mismatched_unsealed_object_raises_object_lost(owner: ArenaOwner, arena: Arena) -> None:
     address = owner.start()
     broken, other = owner.start_output(17, 2 * CHUNK_BYTES), owner.start_output(18, 2 * CHUNK_BYTES)
     owner.write(broken, 1)
@@ -379,7 +379,7 @@ def test_a_stream_whose_writer_gives_up_is_an_error_and_a_changed_one_too(owner:
 
 
 @pytest.mark.slow
-def test_kill_9_of_an_owner_in_mid_transfer_is_one_error(arena: Arena) -> None:
+def test_sigkill_of_the_owner_during_a_transfer_raises_object_lost(arena: Arena) -> None:
     child = ChildOwner("tcp")
     address, ref = child.start(), child.put(19, 12 * CHUNK_BYTES)
     with transfers({"tcp": open_engine("tcp", QUICK)}, lambda _: {"tcp": address}) as fetching:
@@ -393,7 +393,7 @@ def test_kill_9_of_an_owner_in_mid_transfer_is_one_error(arena: Arena) -> None:
     assert session.good >= CHUNK_BYTES
 
 
-def test_a_peer_that_is_silent_is_given_up_and_the_heartbeat_notices_it(owner: ArenaOwner, arena: Arena) -> None:
+def test_heartbeat_drops_a_silent_peer_and_another_engine_continues(owner: ArenaOwner, arena: Arena) -> None:
     """The silent peer's link is dropped, which breaks what waits for it; another engine brings the object."""
     address, ref = owner.start(), owner.put(20, 100)
     pinged, dropped = threading.Event(), threading.Event()
@@ -421,7 +421,7 @@ def test_a_peer_that_is_silent_is_given_up_and_the_heartbeat_notices_it(owner: A
         fetching.fetch(ref, ArenaSink(arena, ref)).result(60)
 
 
-def test_close_ends_what_is_not_over(owner: ArenaOwner, arena: Arena) -> None:
+def test_close_cancels_running_sessions(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.start_output(21, CHUNK_BYTES)
     owner.write(ref, 0)
     fetching = Transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}, QUICK)
@@ -435,23 +435,21 @@ def test_close_ends_what_is_not_over(owner: ArenaOwner, arena: Arena) -> None:
     owner.abort(ref)
 
 
-def test_a_session_that_is_not_over_in_time_says_so(owner: ArenaOwner, arena: Arena) -> None:
+def test_session_result_raises_timeout_error_if_unfinished(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.start_output(22, CHUNK_BYTES)
     owner.write(ref, 0)
     with transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}) as fetching, pytest.raises(TimeoutError):
         fetching.fetch(ref, ArenaSink(arena, ref)).result(0.01)
 
 
-def test_peers_agree_on_the_best_they_share() -> None:
+def test_peers_agree_on_shared_engines_in_order_of_preference() -> None:
     assert agree(["tcp", "zmq", "mooncake"], ["zmq", "tcp"]) == ["tcp", "zmq"]
     assert agree(["tcp", "mooncake"], {"mooncake": "…", "tcp": "…"}) == ["mooncake", "tcp"]
     assert agree(["mine:engine", "tcp"], ["mine:engine", "tcp"]) == ["tcp", "mine:engine"]
     assert agree(["tcp"], ["zmq"]) == []
 
 
-def test_chunks_that_an_earlier_transfer_left_are_not_pulled_again_as_far_as_they_are_equal(
-    owner: ArenaOwner, arena: Arena
-) -> None:
+def test_equal_leading_chunks_of_an_earlier_transfer_are_reused(owner: ArenaOwner, arena: Arena) -> None:
     """Given a transfer of an announced object that ended when its owner gave it up, and another object made in its
     place, which is equal in its first chunk, when that is fetched into the same place, then only the others are
     pulled, and the bytes are those of the second."""

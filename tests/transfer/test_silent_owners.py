@@ -71,7 +71,7 @@ def trickling() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("tcp", (silent, black_hole, trickling)), ("zmq", (silent, black_hole))])
-def test_what_live_owners_have_comes_while_silent_ones_are_waited_for(name: str, kinds: tuple[Kind, ...]) -> None:
+def test_silent_owners_do_not_delay_transfers_from_live_ones(name: str, kinds: tuple[Kind, ...]) -> None:
     """More of each kind of them than there are threads; not one of their sessions has even failed once."""
     owner = ArenaOwner(lambda: open_engine(name, PATIENT))
     known = {"live": {name: owner.start()}}
@@ -117,7 +117,7 @@ class Walk:
         self._left = 1
 
 
-def test_an_owner_s_sessions_take_turns_and_its_threads_go_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_of_an_owner_run_round_robin_and_idle_threads_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers_module, "IDLE_THREAD_S", 0.01)
     movers, order, over = SessionThreads(1), list[str](), threading.Event()
     gate = threading.Event()
@@ -135,7 +135,7 @@ def test_an_owner_s_sessions_take_turns_and_its_threads_go_after_the_last(monkey
     movers.join()
 
 
-def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessions(
+def test_threads_per_owner_are_capped_by_the_limit_and_its_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(movers_module, "IDLE_THREAD_S", 0.01)
@@ -159,7 +159,7 @@ def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessio
     movers.join()
 
 
-def test_a_thread_without_a_session_takes_the_next_one_and_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_session_thread_is_reused_and_exits_on_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers_module, "IDLE_THREAD_S", 600.0)
     movers, who, done = SessionThreads(2), list[threading.Thread](), threading.Semaphore(0)
 
@@ -179,7 +179,7 @@ def test_a_thread_without_a_session_takes_the_next_one_and_ends_when_told(monkey
     assert not who[0].is_alive()
 
 
-def test_no_session_is_forgotten_that_comes_just_when_a_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_added_while_a_thread_exits_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers_module, "IDLE_THREAD_S", 0.001)
     movers, done = SessionThreads(1), threading.Semaphore(0)
     for number in range(500):
@@ -190,7 +190,7 @@ def test_no_session_is_forgotten_that_comes_just_when_a_thread_ends(monkeypatch:
     movers.join()
 
 
-def test_what_is_not_over_when_they_are_stopped_is_cancelled() -> None:
+def test_stop_cancels_unfinished_sessions() -> None:
     movers, taken = SessionThreads(1), list[ObjectRef | None]()
     walks = [Walk(lambda: taken.append(None), 10**9) for _ in range(3)]
     for walk in walks:

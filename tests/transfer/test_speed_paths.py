@@ -70,7 +70,7 @@ def all_of(ref: ObjectRef) -> Pull:
     return Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes)
 
 
-def test_over_tcp_an_object_is_held_while_it_is_sent_and_not_longer(tcp: tuple[ArenaOwner, str]) -> None:
+def test_tcp_owner_retains_an_object_only_during_the_send(tcp: tuple[ArenaOwner, str]) -> None:
     owner, address = tcp
     ref = owner.put(1, MUCH)
     with closing(OwnerClient(address, OPTIONS)) as reader:
@@ -84,7 +84,7 @@ def test_over_tcp_an_object_is_held_while_it_is_sent_and_not_longer(tcp: tuple[A
         reader.call(Ping(), Pong)
 
 
-def test_what_an_owner_sent_does_not_change_when_its_room_is_used_again(tcp: tuple[ArenaOwner, str]) -> None:
+def test_sent_tcp_bytes_do_not_change_when_memory_is_reused(tcp: tuple[ArenaOwner, str]) -> None:
     """The kernel has a copy of what was sent: nobody needs to hold it until it is read."""
     owner, address = tcp
     ref = owner.put(1, 10_000)
@@ -106,7 +106,7 @@ class Peer:
         self.flags.append(flags)
 
 
-def test_an_owner_s_word_waits_for_the_bytes_that_it_sends_and_for_nothing_else(tcp: tuple[ArenaOwner, str]) -> None:
+def test_owner_reply_is_coalesced_only_with_following_bytes(tcp: tuple[ArenaOwner, str]) -> None:
     owner, address = tcp
     ref, peer = owner.put(1, 100), Peer()
     arena = owner.arena
@@ -123,7 +123,7 @@ def test_an_owner_s_word_waits_for_the_bytes_that_it_sends_and_for_nothing_else(
         assert len(reader.socket.recv(1000)) > 100, "they come in one piece"
 
 
-def test_what_a_reader_takes_itself_is_held_until_it_says_that_it_is_there(one_sided: tuple[ArenaOwner, str]) -> None:
+def test_one_sided_read_retains_the_object_until_acknowledged(one_sided: tuple[ArenaOwner, str]) -> None:
     owner, address = one_sided
     ref, memory = owner.put(1, 1000), np.zeros(1000, np.uint8)
     with closing(OwnMemory(OPTIONS).connect(address)) as link:
@@ -137,7 +137,7 @@ def test_what_a_reader_takes_itself_is_held_until_it_says_that_it_is_there(one_s
         assert owner.used() == 0
 
 
-def test_a_reader_that_gives_a_pull_up_ends_its_hold(one_sided: tuple[ArenaOwner, str]) -> None:
+def test_abandoned_one_sided_pull_releases_the_object(one_sided: tuple[ArenaOwner, str]) -> None:
     owner, address = one_sided
     ref = owner.put(1, 1000)
     with closing(OwnMemory(OPTIONS).connect(address)) as link:
@@ -147,7 +147,7 @@ def test_a_reader_that_gives_a_pull_up_ends_its_hold(one_sided: tuple[ArenaOwner
         soon(lambda: owner.used() == 0, "it is held for nobody")
 
 
-def test_many_ranges_are_read_in_one_call_and_one_after_a_call_that_failed(
+def test_one_sided_reads_batch_ranges_and_restart_with_one_on_failure(
     one_sided: tuple[ArenaOwner, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given an object of more ranges than a call has, of which the second call fails, then what the first one brought

@@ -68,7 +68,9 @@ def listening() -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755], ids=["as it is made", "opened by somebody's mistake"])
-def test_without_keys_nothing_listens_and_the_arena_knows_its_user(store: TensorStore, folder: Path, mode: int) -> None:
+def test_without_keys_no_engine_listens_and_other_users_are_rejected(
+    store: TensorStore, folder: Path, mode: int
+) -> None:
     folder.chmod(mode)
     Path(store.address.removeprefix("unix:")).chmod(0o777)
     before = listening()
@@ -81,7 +83,7 @@ def test_without_keys_nothing_listens_and_the_arena_knows_its_user(store: Tensor
     assert store.arena and store.arena.usage().used > 0
 
 
-def test_with_keys_who_has_not_got_them_learns_not_even_what_there_is(store: TensorStore) -> None:
+def test_peers_without_keys_cannot_detect_which_objects_exist(store: TensorStore) -> None:
     made, served = opened(TransferOptions(secret=SECRET), store)
     assert set(served) == {"tcp", "zmq"}
     ref = secret_of(store)
@@ -96,7 +98,7 @@ def test_with_keys_who_has_not_got_them_learns_not_even_what_there_is(store: Ten
         engine.close()
 
 
-def test_who_is_told_that_anybody_may_gives_to_anybody_who_knows_the_key(store: TensorStore) -> None:
+def test_insecure_owner_serves_any_peer_that_has_the_object_key(store: TensorStore) -> None:
     made, served = opened(TransferOptions(insecure=True), store)
     ref = secret_of(store)
     other = msgspec.structs.replace(ref, key=bytes(16))

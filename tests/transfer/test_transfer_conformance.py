@@ -30,19 +30,21 @@ nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("name", [FAKE, "tcp", "zmq", nightly(GLOO), nightly("mooncake"), nightly("nixl")])
-def test_an_engine_in_one_process(name: str) -> None:
+def test_engines_pass_the_transfer_suite_in_one_process(name: str) -> None:
     needed(name)
     check_transfer(partial(one_process, name))
 
 
 @pytest.mark.parametrize("name", ["tcp", "zmq", nightly(GLOO), nightly("mooncake"), nightly("nixl")])
-def test_an_engine_between_processes(name: str) -> None:
+def test_engines_pass_the_transfer_suite_between_processes(name: str) -> None:
     needed(name)
     check_transfer(partial(two_processes, name))
 
 
 @pytest.mark.parametrize("name", ["tcp", "zmq", nightly(GLOO), nightly("mooncake"), nightly("nixl")])
-def test_an_engine_between_hosts(host: SecondHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_pass_the_transfer_suite_between_hosts(
+    host: SecondHost, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needed(name)
     monkeypatch.setenv("UCX_NET_DEVICES", f"{host.link},lo")  # NIXL takes any device, also one that leads nowhere
     secret = zmq.curve_keypair()[1].decode()
@@ -52,7 +54,7 @@ def test_an_engine_between_hosts(host: SecondHost, name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["tcp", "zmq"])
-def test_on_another_host_who_does_not_know_the_secret_gets_nothing(host: SecondHost, name: str) -> None:
+def test_remote_peers_without_the_secret_receive_no_data(host: SecondHost, name: str) -> None:
     known, other = (zmq.curve_keypair()[1].decode() for _ in range(2))
     theirs = msgspec.structs.replace(OPTIONS, host=host.far, secret=known)
     owner = ChildOwner(name, theirs, host.enter)
@@ -69,7 +71,7 @@ def test_on_another_host_who_does_not_know_the_secret_gets_nothing(host: SecondH
 
 
 @pytest.mark.parametrize("name", ["tcp", "zmq", nightly(GLOO), nightly("mooncake")])
-def test_an_owner_that_is_stopped_is_silent_and_heard_again_when_it_goes_on(name: str) -> None:
+def test_owner_paused_by_sigstop_breaks_links_and_recovers_on_sigcont(name: str) -> None:
     """As by SIGSTOP, a debugger, or a machine that swaps: its connections stay, but nothing comes."""
     needed(name)
     with two_processes(name, msgspec.structs.replace(OPTIONS, heartbeat_s=0.3, max_missed=1)) as pair:
@@ -164,7 +166,7 @@ class Generous(FakeEngine):
 
 
 @pytest.mark.parametrize("broken", [Trusting, Short, Generous])
-def test_the_suite_notices_an_engine_that_breaks_the_contract(broken: type[TransferEngine]) -> None:
+def test_transfer_suite_detects_contract_violations(broken: type[TransferEngine]) -> None:
     @contextmanager
     def open_pair() -> Iterator[Pair]:
         with reader(FAKE) as (_, arena):

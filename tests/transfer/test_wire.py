@@ -137,7 +137,7 @@ def end_first_connection(proxy: FlippingProxy, transfers: Transfers, ref: Object
 
 
 @pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.nightly)])
-def test_every_flipped_bit_is_detected(times: int, owner: ArenaOwner, arena: Arena) -> None:
+def test_every_flipped_payload_bit_is_detected(times: int, owner: ArenaOwner, arena: Arena) -> None:
     address, ref, chance = owner.start(), owner.put(1, SIZE), random.Random(1)
     with closing(FlippingProxy(address)) as proxy:
         with reading(proxy.address) as transfers:
@@ -154,7 +154,7 @@ def test_every_flipped_bit_is_detected(times: int, owner: ArenaOwner, arena: Are
     assert arena.usage().used == 0
 
 
-def test_a_bit_that_flips_once_costs_one_more_pull(owner: ArenaOwner, arena: Arena) -> None:
+def test_single_bit_flip_is_healed_by_a_second_pull(owner: ArenaOwner, arena: Arena) -> None:
     address, ref = owner.start(), owner.put(1, SIZE)
     options = msgspec.structs.replace(QUICK, attempts=2)
     with closing(FlippingProxy(address)) as proxy, reading(proxy.address, options) as transfers:
@@ -163,7 +163,7 @@ def test_a_bit_that_flips_once_costs_one_more_pull(owner: ArenaOwner, arena: Are
     assert proxy.flipped == 1
 
 
-def test_a_bit_that_flips_anywhere_is_an_error_or_does_not_matter(owner: ArenaOwner, arena: Arena) -> None:
+def test_protocol_bit_flips_raise_an_error_or_do_no_harm(owner: ArenaOwner, arena: Arena) -> None:
     """Also in greetings, lengths and answers: the right bytes or one error, never wrong ones, never a wait for ever."""
     address, ref = owner.start(), owner.put(1, SIZE)
     with closing(FlippingProxy(address)) as proxy:
@@ -235,14 +235,14 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_owner_that_lies_breaks_the_link_and_writes_nowhere_else(owner: ArenaOwner, lie: str) -> None:
+def test_invalid_owner_replies_break_the_link_and_stay_in_bounds(owner: ArenaOwner, lie: str) -> None:
     ref, memory = owner.put(1, 100), np.zeros(300, np.uint8)
     with liar(LIES[lie]) as address, closing(open_engine("tcp", IMPATIENT).connect(address)) as link:
         pytest.raises(LinkBroken, list, link.pull(ref, 0, 100, memory[100:200]))
     assert not memory[:100].any() and not memory[200:].any()
 
 
-def test_an_owner_that_sends_more_than_was_asked_fills_no_more(owner: ArenaOwner) -> None:
+def test_excess_bytes_from_an_owner_are_not_written(owner: ArenaOwner) -> None:
     ref, memory = owner.put(1, 100), np.zeros(300, np.uint8)
     many = say(Ready(0), b"\xff" * 10_000)
     with liar(many) as address, closing(open_engine("tcp", QUICK).connect(address)) as link, suppress(LinkBroken):
@@ -250,7 +250,7 @@ def test_an_owner_that_sends_more_than_was_asked_fills_no_more(owner: ArenaOwner
     assert memory[100:200].all() and not memory[:100].any() and not memory[200:].any()
 
 
-def test_what_an_owner_says_of_a_loss_is_told(owner: ArenaOwner) -> None:
+def test_object_lost_has_the_reason_reported_by_the_owner(owner: ArenaOwner) -> None:
     ref = owner.put(1, 100)
     with (
         liar(say(ObjectUnavailable("it was eaten"))) as address,
@@ -271,7 +271,7 @@ STRANGERS = [
 
 
 @pytest.mark.parametrize("data", STRANGERS)
-def test_a_stranger_is_disconnected_and_harms_nobody(owner: ArenaOwner, data: bytes) -> None:
+def test_malformed_client_data_is_disconnected_without_affecting_others(owner: ArenaOwner, data: bytes) -> None:
     address, ref = owner.start(), owner.put(1, 100)
     host, port = address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), 60) as stranger:
@@ -284,7 +284,7 @@ def test_a_stranger_is_disconnected_and_harms_nobody(owner: ArenaOwner, data: by
             assert list(link.pull(ref, 0, 100, np.zeros(100, np.uint8))) == [100]
 
 
-def test_strangers_that_say_nothing_take_nobody_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_unauthenticated_connections_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many connections they open, who has proved the secret keeps its own, and another one gets in."""
     monkeypatch.setattr("unfuse.transfer.tcp.MAX_STRANGERS", 4)
     owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, heartbeat_s=1000.0)))
@@ -304,7 +304,7 @@ def test_strangers_that_say_nothing_take_nobody_s_place(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("first", [Ping(), Pull("a", b"", 1, 1, 0, 1), Watch("a", b"", 1, 1, 0, 1.0)])
-def test_nothing_is_answered_before_the_secret_is_proved(owner: ArenaOwner, first: ToOwner) -> None:
+def test_requests_before_authentication_are_disconnected(owner: ArenaOwner, first: ToOwner) -> None:
     host, port = owner.start().removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), 60) as stranger:
         send(stranger, first)
@@ -315,7 +315,7 @@ def test_nothing_is_answered_before_the_secret_is_proved(owner: ArenaOwner, firs
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("", "x"), ("x", ""), ("x", "y")])
-def test_peers_with_different_secrets_do_not_talk(ours: str, theirs: str) -> None:
+def test_peers_with_different_secrets_cannot_connect(ours: str, theirs: str) -> None:
     owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(QUICK, secret=theirs, insecure=not theirs)))
     engine = open_engine("tcp", msgspec.structs.replace(QUICK, secret=ours, insecure=not ours))
     with closing(engine.connect(owner.start())) as link, pytest.raises(LinkBroken):
@@ -323,14 +323,14 @@ def test_peers_with_different_secrets_do_not_talk(ours: str, theirs: str) -> Non
     owner.stop()
 
 
-def test_an_owner_that_does_not_know_the_secret_is_not_believed() -> None:
+def test_reader_rejects_an_owner_without_the_secret() -> None:
     options = msgspec.structs.replace(QUICK, secret="x")
     with liar(lambda peer: None) as address, closing(open_engine("tcp", options).connect(address)) as link:
         broken = pytest.raises(LinkBroken, link.ping)
     assert "same --keys" in str(broken.value)
 
 
-def test_a_reader_that_stops_reading_is_given_up_and_its_hold_ends() -> None:
+def test_stalled_reader_times_out_and_releases_the_object() -> None:
     owner = ArenaOwner(lambda: open_engine("tcp", IMPATIENT))
     address, ref = owner.start(), owner.put(1, 40 << 20)
     reader = OwnerClient(address, OPTIONS)
@@ -342,7 +342,7 @@ def test_a_reader_that_stops_reading_is_given_up_and_its_hold_ends() -> None:
     owner.stop()
 
 
-def test_what_a_reader_takes_by_itself_is_held_until_it_has_it(owner: ArenaOwner) -> None:
+def test_one_sided_object_is_retained_until_acknowledged(owner: ArenaOwner) -> None:
     """As with mooncake and nixl, which read the owner's memory behind its back."""
     ref, serving = owner.put(1, 1000), OwnerServer(owner.arena, OPTIONS, lambda peer, *_: read(peer))
     with closing(serving), closing(OwnerClient(serving.address, OPTIONS)) as reader:
@@ -354,7 +354,7 @@ def test_what_a_reader_takes_by_itself_is_held_until_it_has_it(owner: ArenaOwner
         assert owner.used() == 0
 
 
-def test_what_is_sent_is_not_held_for_who_has_hung_up() -> None:
+def test_disconnected_reader_releases_the_object_being_sent() -> None:
     """Nor until the owner gives up sending: the object may be large, and others want its room."""
     owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, heartbeat_s=1000.0)))
     address, ref = owner.start(), owner.put(1, 40 << 20)
@@ -373,7 +373,7 @@ def test_what_is_sent_is_not_held_for_who_has_hung_up() -> None:
 
 @pytest.mark.parametrize("name", ["tcp", "zmq", FAKE])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_without_a_secret_nothing_is_served_or_asked_unless_that_is_said(name: str, host: str) -> None:
+def test_engine_without_secret_requires_insecure_option(name: str, host: str) -> None:
     with pytest.raises(ConfigError, match="--keys"):
         open_engine(name, TransferOptions(host=host))
     owner = ArenaOwner(lambda: open_engine(name, TransferOptions(insecure=True)))
@@ -385,7 +385,7 @@ def test_without_a_secret_nothing_is_served_or_asked_unless_that_is_said(name: s
     owner.stop()
 
 
-def test_an_address_that_is_none_here_says_so(arena: Arena) -> None:
+def test_non_local_listen_address_raises_config_error(arena: Arena) -> None:
     engine = open_engine("tcp", msgspec.structs.replace(OPTIONS, host="192.0.2.1", secret="x"))
     with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1"):
         engine.serve(arena)
@@ -393,14 +393,14 @@ def test_an_address_that_is_none_here_says_so(arena: Arena) -> None:
 
 @pytest.mark.parametrize("address", ["", "unix:@x", "tcp://127.0.0.1", "tcp://127.0.0.1:1", "fake:nowhere"])
 @pytest.mark.parametrize("name", ["tcp", FAKE, "zmq"])
-def test_an_address_that_leads_nowhere_is_a_broken_link(name: str, address: str) -> None:
+def test_unreachable_address_raises_link_broken(name: str, address: str) -> None:
     engine = open_engine(name, QUICK)
     with closing(engine.connect(address)) as link, pytest.raises(LinkBroken):
         link.ping()
     engine.close()
 
 
-def test_ipv6_is_as_good() -> None:
+def test_tcp_engine_works_over_ipv6() -> None:
     owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, host="::1")))
     try:
         address = owner.start()
@@ -413,7 +413,7 @@ def test_ipv6_is_as_good() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(True, False), (False, True), (True, True)])
-def test_over_zmq_only_who_has_the_same_key_is_heard(ours: bool, theirs: bool) -> None:
+def test_zmq_peers_need_the_same_key(ours: bool, theirs: bool) -> None:
     """`True` for both: a pair each, and not the same."""
     secrets = [zmq.curve_keypair()[1].decode() if has else "" for has in (ours, theirs)]
     options = (msgspec.structs.replace(QUICK, secret=secret, insecure=not secret) for secret in secrets)
@@ -425,7 +425,7 @@ def test_over_zmq_only_who_has_the_same_key_is_heard(ours: bool, theirs: bool) -
     reader.close()
 
 
-def test_over_zmq_knowing_the_owners_public_key_is_not_enough() -> None:
+def test_zmq_rejects_clients_that_know_only_the_public_key() -> None:
     secret = zmq.curve_keypair()[1]
     owner = ArenaOwner(lambda: open_engine("zmq", msgspec.structs.replace(QUICK, secret=secret.decode())))
     address = owner.start()
@@ -445,13 +445,13 @@ def test_over_zmq_knowing_the_owners_public_key_is_not_enough() -> None:
     owner.stop()
 
 
-def test_zmq_wants_a_key_that_is_one() -> None:
+def test_invalid_zmq_key_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="unfuse keys new"):
         open_engine("zmq", msgspec.structs.replace(OPTIONS, secret="short"))
 
 
 @pytest.mark.parametrize("name", ["mooncake", "nixl"])
-def test_what_enforces_nothing_runs_only_in_a_trusted_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_without_ref_enforcement_requires_trusted_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Open:
         enforces_refs = False
 
@@ -461,7 +461,7 @@ def test_what_enforces_nothing_runs_only_in_a_trusted_network(name: str, monkeyp
         open_engine(name, TransferOptions())
 
 
-def test_an_engine_whose_library_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_library_error_names_the_pip_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     for name, library in (("mooncake", "mooncake.engine"), ("nixl", "nixl")):
@@ -471,6 +471,6 @@ def test_an_engine_whose_library_is_not_installed_names_the_extra(monkeypatch: p
             open_engine(name, OPTIONS)
 
 
-def test_an_unknown_engine_is_named_with_the_known_ones() -> None:
+def test_unknown_engine_error_suggests_a_known_one() -> None:
     with pytest.raises(ConfigError, match="unknown transfer engine 'tcpp': did you mean tcp"):
         open_engine("tcpp", OPTIONS)
