@@ -14,8 +14,7 @@ from unfuse.core.retries import RULES
 
 ROOT = Path(__file__).parents[1]
 
-#: Term, the file of the package that implements it, and the page that describes it. There is no choice of an attention
-#: backend yet.
+#: Term, the file of the package that implements it, and the page that describes it.
 TERMS = (
     ("KV cache", "language/paged_kv.py", "serving.md"),
     ("paged attention", "language/paged_kv.py", "serving.md"),
@@ -44,6 +43,7 @@ TERMS = (
     ("drain", "service/stopping.py", "reliability.md"),
     ("VAE tiling", "parallel/tiles.py", "serving.md"),
     ("offload", "weights/offload.py", "serving.md"),
+    ("attention backend", "stages/language_model.py", "serving.md"),
     ("quantization", "weights/quantized.py", "serving.md"),
     ("webhook", "server/webhooks.py", "serving.md"),
 )

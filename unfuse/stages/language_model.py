@@ -278,7 +278,9 @@ class LanguageModel:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, paged: _Forward, **_: Any
 ) -> tuple[Tensor, None]:
-    """Paged attention as transformers calls it: write new KV, then attend.
+    """The attention backend that transformers' models call: write new KV, then attend.
+
+    It computes paged attention by torch's `scaled_dot_product_attention`.
 
     Each part attends to its own sequence.
 
