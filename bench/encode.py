@@ -18,7 +18,7 @@ from PIL import Image
 from bench.report import show, table
 from bench.servers import TOLD_S, pulled
 from tools.server import Server, serving
-from unfuse.wire.keys import make
+from unfuse.wire.keys import create_keys
 
 KINDS = ("text_encode", "denoise")
 ENCODINGS = ("none", *(f"{kind}={encoding}" for kind in KINDS for encoding in ("bf16", "fp16", "int4")))
@@ -30,7 +30,7 @@ def pictures(encoding: str, count: int) -> tuple[np.ndarray, float]:
     """Pictures as (count, height, width, 3), and the bytes that were pulled for each."""
     chosen = () if encoding == "none" else ("--encode", encoding)
     with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder, "keys"))
+        create_keys(Path(folder, "keys"))
         keys = ("--keys", f"{folder}/keys")
         with serving(Path(folder), "--workers", "none", *keys, *chosen) as server:
             for role in ROLES:

@@ -29,7 +29,7 @@ from unfuse.arena.arena import Arena
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.session import ArenaSink, Transfers
-from unfuse.wire.keys import make
+from unfuse.wire.keys import create_keys
 
 K, WIDTH = 1024, 3584
 LENGTHS = (1, 4, 16)
@@ -114,7 +114,7 @@ def transfers(lengths: Sequence[int], rates: Sequence[int], rounds: int, width: 
 def answers(shots: Shots, chats: Sequence[dict[str, Any]], encode: str) -> tuple[list[Any], dict[str, float]]:
     """The tokens of each chat with their log probabilities; KiB pulled and seconds a chat, the first not counted."""
     with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder, "keys"))
+        create_keys(Path(folder, "keys"))
         keys = ("--keys", f"{folder}/keys")
         chosen = ("--encode", encode) if encode else ()
         with serving(Path(folder), str(shots.model), "--workers", "none", *keys, *chosen, at="127.0.0.1") as server:

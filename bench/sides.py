@@ -25,7 +25,7 @@ from bench.report import show, table
 from bench.seen import LONG_POSITIONS, LONG_SEEN, Scene, Shots, Undivided
 from bench.servers import TOLD_S, pulled
 from tools.server import Server, computes_of, serving
-from unfuse.wire.keys import make
+from unfuse.wire.keys import create_keys
 
 MIB = 1 << 20
 FIXED = 8192
@@ -99,7 +99,7 @@ def measure(shots: Shots, scenes: dict[str, Scene], at_a_time: tuple[int, ...]) 
     cases = [(name, chats) for name in scenes for chats in at_a_time]
     rows, seen = dict[str, dict[str, Any]](), 0
     with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder, "keys"))
+        create_keys(Path(folder, "keys"))
         keys = ("--keys", f"{folder}/keys")
         with serving(Path(folder), str(shots.model), "--workers", "none", *keys, at="127.0.0.1") as server:
             for role in SIDES:

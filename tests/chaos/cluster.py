@@ -23,7 +23,7 @@ from tests.forking import Forked
 from tools.addresses import address_of_server, free_port
 from tools.programs import program
 from tools.redis_server import Service
-from unfuse.wire.keys import make as make_keys
+from unfuse.wire.keys import create_keys
 
 START_S = 120.0
 """How long anything may take to come about on a loaded machine; nothing is asserted about it."""
@@ -225,7 +225,7 @@ class Cluster:
         self._arena, self._worker_arguments, self._numbers = arena, worker, 0
         self._keys: list[str] = []
         if apart:
-            make_keys(folder / "keys")
+            create_keys(folder / "keys")
             self._keys = ["--keys", str(folder / "keys")]
         try:
             if queue == "redis":

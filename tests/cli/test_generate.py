@@ -27,7 +27,7 @@ from unfuse.client import Client
 from unfuse.core.model_spec import PromptVocabulary
 from unfuse.core.request import Event
 from unfuse.service.settings import load
-from unfuse.wire.unix_socket import listening, server_socket
+from unfuse.wire.unix_socket import listen_unix, server_socket
 
 
 def test_unsupported_output_extension_exits_2(unfuse: Run) -> None:
@@ -309,7 +309,7 @@ def test_missing_peft_library_exits_1_before_workers_start(
 
 
 def test_running_local_server_is_suggested_without_server_flag(alone: Run) -> None:
-    with listening(server_socket(load().settings.run_dir, 23456)):
+    with listen_unix(server_socket(load().settings.run_dir, 23456)):
         code, _, err = alone("generate", "a circle", "--size", "100x100")
     assert "to use it instead of starting workers, add --server http://127.0.0.1:23456" in err
     assert code == 2

@@ -34,7 +34,7 @@ from unfuse.core.plan import readable_pool
 from unfuse.models import find, resolve_source, served_classes
 from unfuse.queues.base import QueueLimits
 from unfuse.service.settings import load
-from unfuse.wire.unix_socket import listening, server_socket
+from unfuse.wire.unix_socket import listen_unix, server_socket
 from unfuse.worker.batches import InvarianceResults
 
 SHAPES = resolve_source("unfuse/shapes")
@@ -225,7 +225,7 @@ def test_serve_rejects_an_unusable_address_before_inspecting_models(
         port = taken.getsockname()[1]
         command = ["serve", "--workers", "none", "--port", str(port)]
         assert unfuse(*command)[2].endswith(f":{port}: Address already in use; choose another --port\n")
-        with listening(server_socket(load().settings.run_dir, port)):
+        with listen_unix(server_socket(load().settings.run_dir, port)):
             assert "Address already in use; another server of yours uses it; choose another" in unfuse(*command)[2]
 
 
@@ -342,7 +342,7 @@ def test_doctor_reports_machine_resources(unfuse: Run) -> None:
 
 def test_doctor_lists_running_servers_and_warns_of_insecure_listen(unfuse: Run) -> None:
     assert not re.search("WARNING|insecure", unfuse("doctor")[1])
-    with listening(server_socket(load().settings.run_dir, 12345)):
+    with listen_unix(server_socket(load().settings.run_dir, 12345)):
         code, out, _ = unfuse("doctor", "--insecure-listen")
         assert re.search(r"^servers .*\b12345\b", out, re.MULTILINE)
         assert re.search(r"^WARNING +workers connect over TCP without keys: anyone", out, re.MULTILINE)

@@ -39,7 +39,7 @@ from unfuse.service import service
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire import mailbox
 from unfuse.wire.dealer import Dealer
-from unfuse.wire.keys import make, read
+from unfuse.wire.keys import create_keys, read_keys
 from unfuse.wire.router import Router
 from unfuse.worker import executor as executing
 from unfuse.worker.compute_process import ComputeProcess
@@ -89,9 +89,9 @@ async def undelivered(peer: bytes, reply: ToWorker) -> None:
 
 @asynccontextmanager
 async def line(folder: Path) -> AsyncIterator[tuple[Router, Dealer]]:
-    make(folder)
-    router = Router("tcp://127.0.0.1:0", accept, undelivered, read(str(folder), "scheduler"))
-    dealer = Dealer(router.address, read(str(folder), "worker"))
+    create_keys(folder)
+    router = Router("tcp://127.0.0.1:0", accept, undelivered, read_keys(str(folder), "scheduler"))
+    dealer = Dealer(router.address, read_keys(str(folder), "worker"))
     try:
         yield router, dealer
     finally:
@@ -114,11 +114,11 @@ async def test_router_authenticates_workers_after_a_failed_key_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unfuse.wire.keys.z85.decode", once(z85.decode, ValueError("odd")))
-    make(tmp_path / "keys")
-    router = Router("tcp://127.0.0.1:0", accept, undelivered, read(str(tmp_path / "keys"), "scheduler"))
+    create_keys(tmp_path / "keys")
+    router = Router("tcp://127.0.0.1:0", accept, undelivered, read_keys(str(tmp_path / "keys"), "scheduler"))
     answers = []
     for _ in range(2):
-        dealer = Dealer(router.address, read(str(tmp_path / "keys"), "worker"))
+        dealer = Dealer(router.address, read_keys(str(tmp_path / "keys"), "worker"))
         try:
             answers.append(await dealer.call(Unregister(), 3))
         except (TimeoutError, ConnectionError):

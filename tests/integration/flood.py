@@ -18,7 +18,7 @@ import zmq
 from tests.wire.zmtp import GREETING, READY, frame, message
 from unfuse.core.codec import MAX_BYTES, encode
 from unfuse.core.messages import Heartbeat
-from unfuse.wire.keys import Keys, read
+from unfuse.wire.keys import Keys, read_keys
 
 THREADS = 4
 ASKED = message(b"1", encode(Heartbeat())) * 30
@@ -67,7 +67,7 @@ def keyed(address: str, kind: str, keys: Keys) -> None:
 
 def main() -> None:
     address, kind, *folder = sys.argv[1:]
-    keys = read(folder[0], "worker") if folder else None
+    keys = read_keys(folder[0], "worker") if folder else None
     floods = [
         Thread(target=keyed, args=(address, kind, keys)) if keys else Thread(target=plain, args=(address, kind))
         for _ in range(THREADS)

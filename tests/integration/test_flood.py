@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.test_restarts import installed
 from tools.server import Server, environment, serving, until
-from unfuse.wire.keys import make
+from unfuse.wire.keys import create_keys
 
 ROOT = Path(__file__).parents[2]
 PICTURES = 4
@@ -105,7 +105,7 @@ def test_flood_of_valid_control_messages_does_not_delay_requests(server: Server)
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with keys in the folder beside its own."""
     folder = tmp_path_factory.mktemp("keyed")
-    make(folder / "keys")
+    create_keys(folder / "keys")
     model, variables = installed(folder)
     keys = ("--keys", str(folder / "keys"))
     with serving(folder, model, "--arena", "16MiB", *keys, at="127.0.0.1", **variables) as server:

@@ -25,7 +25,7 @@ from unfuse.k8s.objects import (
 )
 from unfuse.k8s.spec import InvalidSpec, Object, ranks, read_spec
 from unfuse.service.worker_groups import LEAVING_S
-from unfuse.wire.keys import read as read_keys
+from unfuse.wire.keys import read_keys
 from unfuse.worker.worker import SAVING
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"

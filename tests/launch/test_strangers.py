@@ -19,8 +19,8 @@ from tests import stranger
 from tests.launch.test_keys import UNFUSE, data, first_warning, serving
 from tests.worker import outside
 from unfuse.client import Client, connect
-from unfuse.wire.keys import make
-from unfuse.wire.unix_socket import OURS, servers
+from unfuse.wire.keys import create_keys
+from unfuse.wire.unix_socket import SERVER_SOCKET_NAME, running_servers
 
 __all__ = ["data"]
 
@@ -81,7 +81,7 @@ async def test_other_user_of_machine_is_rejected_by_default(model: Path, run: Pa
         assert (await stranger.says(f"ipc://{socket}"))[-1] in stranger.HEARD, "this user's would be heard"
         assert client.generate("again").data == [b"niaga"]
         assert {*roles(client)} == {"all"}
-    assert not [path for path in run.iterdir() if OURS.fullmatch(path.name)]
+    assert not [path for path in run.iterdir() if SERVER_SOCKET_NAME.fullmatch(path.name)]
 
 
 async def test_tcp_worker_is_admitted_only_with_the_key(model: Path, run: Path, data: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ async def test_tcp_worker_is_admitted_only_with_the_key(model: Path, run: Path, 
         with working("--scheduler", address, "--keys", str(copied), **elsewhere):
             assert client.generate("hello").data == [b"olleh"]
             assert roles(client) == ROLES
-        make(tmp_path / "others")
+        create_keys(tmp_path / "others")
         shutil.copy(tmp_path / "others" / "worker.key", copied)
         waits = first_warning([*UNFUSE, "worker", "--scheduler", address], **elsewhere)
         assert "copy worker.key from the scheduler's machine" in waits
@@ -139,10 +139,10 @@ def test_unfuse_local_is_undiscoverable_and_leaves_no_socket(model: Path, run: P
     with unfuse.local(str(model), threads=1) as client:
         assert client.generate("hello").data == [b"olleh"]
         assert any(path.is_socket() for path in run.glob("own-*"))
-        assert servers(run) == {}
+        assert running_servers(run) == {}
         assert not list(run.glob("serve-*"))
         assert {*roles(client)} == {"all"}
-    assert not [path for path in run.iterdir() if OURS.fullmatch(path.name)]
+    assert not [path for path in run.iterdir() if SERVER_SOCKET_NAME.fullmatch(path.name)]
 
 
 @pytest.mark.nightly

@@ -28,8 +28,8 @@ from unfuse.service.options import serve_options
 from unfuse.service.plan import environment_of
 from unfuse.service.settings import LoadedSettings, load
 from unfuse.wire.address import INSECURE, Trust
-from unfuse.wire.keys import Keys, make, make_once, read
-from unfuse.wire.unix_socket import listening, private_socket, server_socket
+from unfuse.wire.keys import Keys, create_keys, create_keys_if_missing, read_keys
+from unfuse.wire.unix_socket import listen_unix, private_socket, server_socket
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def found(run: Path, *names: str) -> tuple[str, ...]:
 
 
 def test_worker_finds_the_running_server(run: Path) -> None:
-    with listening(server_socket(run, 8123)), listening(private_socket(run)):
+    with listen_unix(server_socket(run, 8123)), listen_unix(private_socket(run)):
         assert found(run) == (f"unix:{run}/serve-8123.sock",)
 
 
 def test_several_servers_need_an_explicit_scheduler(run: Path) -> None:
-    with listening(server_socket(run, 8001)), listening(server_socket(run, 8000)):
+    with listen_unix(server_socket(run, 8001)), listen_unix(server_socket(run, 8000)):
         with pytest.raises(InvalidParameter, match=r"--scheduler PORT, of 8000, 8001") as refused:
             found(run)
         assert exit_code(refused.value) == 2
@@ -67,7 +67,7 @@ def test_several_servers_need_an_explicit_scheduler(run: Path) -> None:
 
 
 def test_worker_uses_the_default_socket_if_no_server_runs(run: Path) -> None:
-    listening(server_socket(run, 8123)).close()  # killed
+    listen_unix(server_socket(run, 8123)).close()  # killed
     assert found(run) == (f"unix:{run}/serve-8000.sock",)
     assert schedulers(loaded(run, run, serve__port=9000).settings) == (f"unix:{run}/serve-9000.sock",)
 
@@ -79,7 +79,7 @@ def test_worker_waits_for_a_server_to_start(run: Path, monkeypatch: pytest.Monke
     def look(seconds: float) -> None:
         looks.append(seconds)
         if len(looks) == 3:
-            coming.append(listening(server_socket(run, 8123)))
+            coming.append(listen_unix(server_socket(run, 8123)))
 
     coming = list[socket.socket]()
     monkeypatch.setattr(addresses.time, "sleep", look)
@@ -101,7 +101,7 @@ def test_worker_waits_for_its_key_file(run: Path, data: Path, monkeypatch: pytes
     def look(seconds: float) -> None:
         looks.append(seconds)
         if len(looks) == 3:
-            make_once(data / "keys")
+            create_keys_if_missing(data / "keys")
 
     monkeypatch.setattr(addresses.time, "sleep", look)
     with capture_logs() as logs:
@@ -126,17 +126,17 @@ def test_tcp_listen_creates_private_keys_once_and_reuses_them(run: Path, data: P
     again = serve_options(loaded(run, data, serve__listen=["tcp://0.0.0.0:1", "tcp://[::]:1"]))
 
     assert isinstance(composed.trust, Keys)
-    assert composed.trust == again.trust == read(str(data / "keys"), "scheduler")
+    assert composed.trust == again.trust == read_keys(str(data / "keys"), "scheduler")
     assert keys_folder(composed.settings, "worker") == str(data / "keys")
     assert stat.S_IMODE((data / "keys").stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (data / "keys").iterdir()} == {0o600}
     assert [path.name for path in data.iterdir()] == ["keys"]
-    assert trusted_keys(loaded(run, data).settings, "worker") == read(str(data / "keys"), "worker")
+    assert trusted_keys(loaded(run, data).settings, "worker") == read_keys(str(data / "keys"), "worker")
 
 
 def test_keys_are_not_created_or_needed_without_tcp(run: Path, data: Path) -> None:
     (data / "keys").mkdir(parents=True)
-    make(data / "other")
+    create_keys(data / "other")
     (data / "other" / "worker.key").rename(data / "keys" / "worker.key")  # as on a machine of workers
 
     assert serve_options(loaded(run, data)).trust is None
@@ -145,9 +145,9 @@ def test_keys_are_not_created_or_needed_without_tcp(run: Path, data: Path) -> No
 
 
 def test_named_keys_override_those_of_the_data_folder(run: Path, data: Path) -> None:
-    make(data / "named")
+    create_keys(data / "named")
     composed = serve_options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"], keys=str(data / "named")))
-    assert composed.trust == read(str(data / "named"), "scheduler")
+    assert composed.trust == read_keys(str(data / "named"), "scheduler")
     assert keys_folder(composed.settings, "worker") == str(data / "named")
     assert not (data / "keys").exists()
 
@@ -159,15 +159,15 @@ def test_insecure_listen_uses_no_keys_except_named_keys(run: Path, data: Path) -
     assert load({}, None, environment_of(composed.settings)).settings.insecure_listen
     assert not (data / "keys").exists()
 
-    make_once(data / "keys")
+    create_keys_if_missing(data / "keys")
     assert serve_options(loaded(run, data, **flags)).trust == INSECURE
     assert isinstance(serve_options(loaded(run, data, **flags, keys=str(data / "keys"))).trust, Keys)
 
 
 def test_concurrent_key_creation_yields_one_key_pair(data: Path) -> None:
     def made(_: int) -> Keys | None:
-        make_once(data / "keys")
-        return read(str(data / "keys"), "scheduler")
+        create_keys_if_missing(data / "keys")
+        return read_keys(str(data / "keys"), "scheduler")
 
     with ThreadPoolExecutor(16) as pool:
         assert len({*pool.map(made, range(32))}) == 1
@@ -176,14 +176,14 @@ def test_concurrent_key_creation_yields_one_key_pair(data: Path) -> None:
 
 def test_unwritable_key_folder_raises_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for making in (make, make_once):
+    for making in (create_keys, create_keys_if_missing):
         with pytest.raises(ConfigError, match="keys cannot be written to .*name another folder"):
             making(tmp_path / "file" / "keys")
 
 
 @pytest.mark.parametrize("trusted", [Keys("s" * 40, "p" * 40), INSECURE, None])
 def test_server_start_prints_how_workers_connect_or_an_open_warning(trusted: Trust, tmp_path: Path) -> None:
-    make(tmp_path / "keys")
+    create_keys(tmp_path / "keys")
     lines = connect_instructions(
         trusted, f"{tmp_path}/keys", ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])]
     )

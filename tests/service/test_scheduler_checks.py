@@ -23,7 +23,7 @@ from unfuse.core.messages import Registered, Rejected, StorageLocations, ToSched
 from unfuse.core.plan import Pipeline
 from unfuse.stages.specs import UNDIVIDED
 from unfuse.stores.results import ID_FILE, store_id
-from unfuse.wire.keys import make, read
+from unfuse.wire.keys import create_keys, read_keys
 from unfuse.wire.router import Router
 
 SHAPES = ("unfuse/shapes", "unfuse/shapes", "float32")
@@ -42,8 +42,8 @@ def offer(**about: object) -> Registered:
 @contextmanager
 def scheduler(folder: Path, answer: ToWorker) -> Iterator[str]:
     """The address of one that answers every worker with that, by its own keys, in a thread of its own."""
-    make(folder)
-    keys, ready, over = read(str(folder), "scheduler"), threading.Event(), asyncio.Event()
+    create_keys(folder)
+    keys, ready, over = read_keys(str(folder), "scheduler"), threading.Event(), asyncio.Event()
     where: list[tuple[asyncio.AbstractEventLoop, str]] = []
 
     async def answered(peer: bytes, message: ToScheduler) -> ToWorker:
@@ -128,7 +128,7 @@ def test_port_check_fails_for_a_missing_unix_socket(unfuse: Run, tmp_path: Path)
 
 def test_key_check_fails_for_missing_world_readable_or_wrong_key(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    make(other)
+    create_keys(other)
     with scheduler(keys, offer()) as address:
         missing = checked(unfuse, address, None)[1]
         (open_to_all := tmp_path / "open").mkdir()

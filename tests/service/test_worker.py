@@ -18,7 +18,7 @@ from unfuse.service.plan import environment_of
 from unfuse.service.settings import load
 from unfuse.service.worker import plan_here
 from unfuse.transfer.base import TransferEngine
-from unfuse.wire.keys import make
+from unfuse.wire.keys import create_keys
 from unfuse.wire.run_folder import machine_id
 from unfuse.worker.registration import WorkerOptions
 
@@ -64,7 +64,7 @@ def test_transfer_engines_require_keys_or_insecure_listen(composed: Any, tmp_pat
     options, engines = composed("--insecure-listen")
     assert set(engines) == {"tcp", "zmq"} and options.transfer.insecure and not options.transfer.secret
 
-    make(tmp_path / "keys")
+    create_keys(tmp_path / "keys")
     options, engines = composed("--keys", str(tmp_path / "keys"))
     assert set(engines) == {"tcp", "zmq"} and options.transfer.authentic
 

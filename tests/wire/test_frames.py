@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.wire.zmtp import COMMAND, GREETING, LONG, MORE, READY, SIGNATURE, frame, header
-from unfuse.wire.frames import FrameReader, Unwelcome
+from unfuse.wire.frames import FrameReader, ProtocolViolation
 
 FRAMES = st.lists(st.tuples(st.sampled_from([0, MORE, COMMAND]), st.binary(max_size=600)), max_size=8)
 
@@ -40,6 +40,6 @@ def test_frames_do_not_depend_on_how_the_bytes_are_chunked(frames: list[tuple[in
 def test_invalid_zmtp_bytes_are_rejected_at_any_chunk_size(data: bytes, reason: str) -> None:
     for pace in (1, len(data)):
         reader = FrameReader(1000)
-        with pytest.raises(Unwelcome, match=reason):
+        with pytest.raises(ProtocolViolation, match=reason):
             for at in range(0, len(data), pace):
                 list(reader.read(data[at : at + pace]))

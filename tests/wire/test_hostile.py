@@ -48,7 +48,7 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.wire.address import INSECURE, endpoint
 from unfuse.wire.dealer import Dealer
-from unfuse.wire.keys import Keys, make, read
+from unfuse.wire.keys import Keys, create_keys, read_keys
 from unfuse.wire.router import Router
 
 ANSWER_S = 60.0
@@ -107,9 +107,9 @@ async def open_site(keys: Path | None = None, offered: str = "auto") -> AsyncIte
     scheduler = Scheduler(MemoryQueue(SystemClock()), limits=QueueLimits(100_000, 100_000), specs=[CARD])
     dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, offered)], StorageLocations("disk:/results"))
     folder, address = str(keys or ""), "tcp://127.0.0.1:0" if keys else unix_address()
-    router = Router(address, dispatcher.answer, dispatcher.handle_undelivered, read(folder, "scheduler"))
+    router = Router(address, dispatcher.answer, dispatcher.handle_undelivered, read_keys(folder, "scheduler"))
     await scheduler.start()
-    honest = Dealer(router.address, read(folder, "worker"))
+    honest = Dealer(router.address, read_keys(folder, "worker"))
     try:
         assert isinstance(await honest.call(HELLO, ANSWER_S), Registered)
         yield Site(scheduler, router, honest)
@@ -311,10 +311,10 @@ async def test_peer_that_never_reads_is_dropped_without_blocking_others() -> Non
 
 
 async def test_worker_without_the_right_key_cannot_register(tmp_path: Path) -> None:
-    make(tmp_path / "keys")
-    make(tmp_path / "other")
-    other = read(str(tmp_path / "other"), "worker")
-    own = read(str(tmp_path / "keys"), "worker")
+    create_keys(tmp_path / "keys")
+    create_keys(tmp_path / "other")
+    other = read_keys(str(tmp_path / "other"), "worker")
+    own = read_keys(str(tmp_path / "keys"), "worker")
     assert own
     assert other
     async with open_site(tmp_path / "keys") as site:

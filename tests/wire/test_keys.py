@@ -17,18 +17,18 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Heartbeat, HeartbeatReply, ToScheduler, ToWorker
 from unfuse.wire.address import INSECURE, Trust
 from unfuse.wire.dealer import Dealer
-from unfuse.wire.keys import SIDES, Keys, make, read
+from unfuse.wire.keys import SIDES, Keys, create_keys, read_keys
 from unfuse.wire.router import Router
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make(tmp_path / "keys")
+    create_keys(tmp_path / "keys")
     return tmp_path / "keys"
 
 
 def keys(folder: Path, side: str) -> Keys:
-    found = read(str(folder), side)
+    found = read_keys(str(folder), side)
     assert found
     return found
 
@@ -63,15 +63,15 @@ def test_existing_keys_are_not_overwritten(folder: Path) -> None:
     before = keys(folder, "worker")
     (folder / "scheduler.key").unlink()
     with pytest.raises(ConfigError, match="worker.key is there already"):
-        make(folder)
+        create_keys(folder)
     assert keys(folder, "worker") == before
 
 
 def test_key_file_readable_by_others_is_rejected(folder: Path) -> None:
     (folder / "worker.key").chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by others: chmod 600"):
-        read(str(folder), "worker")
-    assert read(str(folder), "scheduler")
+        read_keys(str(folder), "worker")
+    assert read_keys(str(folder), "scheduler")
 
 
 def shared(folder: Path, text: str) -> Path:
@@ -98,13 +98,13 @@ def test_key_file_of_a_side_takes_precedence_over_a_shared_secret(folder: Path) 
 @pytest.mark.parametrize("text", ["", "a" * 31, "a" * 32 + " b", "\n", "é\x00"])
 def test_short_or_malformed_shared_secret_is_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="shared.key is not one word of at least 32 characters"):
-        read(str(shared(tmp_path, text)), "worker")
+        read_keys(str(shared(tmp_path, text)), "worker")
 
 
 def test_shared_secret_readable_by_others_is_rejected(tmp_path: Path) -> None:
     (shared(tmp_path, "a" * 32) / "shared.key").chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by others"):
-        read(str(tmp_path), "worker")
+        read_keys(str(tmp_path), "worker")
 
 
 async def test_worker_with_the_shared_secret_can_connect(tmp_path: Path) -> None:
@@ -119,13 +119,13 @@ async def test_worker_with_the_shared_secret_can_connect(tmp_path: Path) -> None
 def test_invalid_key_file_error_names_the_keys_command(folder: Path, text: str) -> None:
     (folder / "worker.key").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match="holds no keys: make some by `unfuse keys new DIR`"):
-        read(str(folder), "worker")
+        read_keys(str(folder), "worker")
 
 
 def test_missing_key_file_error_names_the_keys_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="worker.key cannot be read .*unfuse keys new DIR"):
-        read(str(tmp_path), "worker")
-    assert read("", "worker") is None
+        read_keys(str(tmp_path), "worker")
+    assert read_keys("", "worker") is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -138,7 +138,7 @@ async def test_worker_with_keys_connects_on_loopback_and_all_interfaces(folder: 
 
 
 async def test_peer_without_the_right_key_gets_connection_error(folder: Path, tmp_path: Path) -> None:
-    make(tmp_path / "other")
+    create_keys(tmp_path / "other")
     stolen = keys(tmp_path / "other", "worker")
     own = keys(folder, "worker")
     strangers = [None, stolen, Keys(stolen.secret, own.peer), Keys(own.secret, stolen.peer)]

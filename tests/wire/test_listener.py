@@ -23,7 +23,7 @@ from unfuse.core.messages import Heartbeat, HeartbeatReply, LeasesGranted, Reque
 from unfuse.wire.address import INSECURE, UNIX
 from unfuse.wire.bounded_connection import OVERHEAD, Bounds
 from unfuse.wire.dealer import Dealer
-from unfuse.wire.keys import make, read
+from unfuse.wire.keys import create_keys, read_keys
 from unfuse.wire.listener import BoundedListener, listen
 from unfuse.wire.router import Router
 
@@ -34,8 +34,10 @@ BEAT = encode(Heartbeat())
 async def routed(keys: str = "") -> AsyncIterator[tuple[Router, Answers, Dealer]]:
     """A router, what it was asked, and an honest worker at it, one of whose questions waits throughout."""
     answers = Answers()
-    router = Router("tcp://127.0.0.1:0", answers.answer, answers.undeliverable, read(keys, "scheduler") or INSECURE)
-    honest = Dealer(router.address, read(keys, "worker") or INSECURE)
+    router = Router(
+        "tcp://127.0.0.1:0", answers.answer, answers.undeliverable, read_keys(keys, "scheduler") or INSECURE
+    )
+    honest = Dealer(router.address, read_keys(keys, "worker") or INSECURE)
     waiting = asyncio.create_task(honest.call(RequestTasks(1, None, 60.0), 100))
     await answers.waiting.wait()
     try:
@@ -119,7 +121,8 @@ async def test_peer_that_exceeds_protocol_bounds_is_dropped_before_decoding(data
 
 
 async def test_declared_frame_length_counts_before_its_bytes_arrive(tmp_path: Path) -> None:
-    async with echoing(tmp_path, Bounds(owed=1 << 30, owed_by_all=10_000_000, bytes_s=1e9)) as address:
+    bounds = Bounds(pending_bytes=1 << 30, total_pending_bytes=10_000_000, bytes_per_s=1e9)
+    async with echoing(tmp_path, bounds) as address:
         small = await Peer.at(address, introduced=True)
         greedy = [await Peer.at(address, introduced=True) for _ in range(5)]
         for number, peer in enumerate(greedy):
@@ -138,7 +141,7 @@ async def test_worker_can_send_any_number_of_calls_while_one_is_pending() -> Non
 
 
 async def test_ping_is_answered_and_does_not_count_as_unanswered(tmp_path: Path) -> None:
-    async with echoing(tmp_path, Bounds(unanswered=4)) as address:
+    async with echoing(tmp_path, Bounds(pending_frames=4)) as address:
         peer = await Peer.at(address, introduced=True)
         for _ in range(20):
             peer.say(PING)
@@ -148,7 +151,7 @@ async def test_ping_is_answered_and_does_not_count_as_unanswered(tmp_path: Path)
 
 
 async def test_peer_above_the_rate_limit_is_dropped_even_if_it_reads(tmp_path: Path) -> None:
-    async with echoing(tmp_path, Bounds(frames_s=1e-3, burst_s=20e3)) as address:
+    async with echoing(tmp_path, Bounds(frames_per_s=1e-3, burst_s=20e3)) as address:
         peer, other = await Peer.at(address, introduced=True), await Peer.at(address, introduced=True)
         await speaks(peer, 10)
         peer.say(message(b"1", b"body"))
@@ -176,7 +179,7 @@ async def test_unfinished_handshake_times_out(tmp_path: Path) -> None:
 
 
 async def test_oldest_unfinished_handshakes_are_dropped_over_the_limit(tmp_path: Path) -> None:
-    async with echoing(tmp_path, Bounds(waiting=10, accepts_at_once=10_000)) as address:
+    async with echoing(tmp_path, Bounds(handshakes=10, accept_burst=10_000)) as address:
         honest = await Peer.at(address, introduced=True)
         silent = [await Peer.at(address) for _ in range(300)]
         for peer in silent[:290]:
@@ -207,7 +210,7 @@ async def test_new_connections_over_the_limit_are_dropped(tmp_path: Path) -> Non
 
 
 async def test_connections_above_the_accept_rate_are_delayed_not_dropped(tmp_path: Path) -> None:
-    async with echoing(tmp_path, Bounds(accepts_s=100, accepts_at_once=5)) as address:
+    async with echoing(tmp_path, Bounds(accepts_per_s=100, accept_burst=5)) as address:
         peers = await asyncio.gather(*(Peer.at(address, introduced=True) for _ in range(50)))
         for peer in peers:
             await speaks(peer)
@@ -227,7 +230,7 @@ async def test_thousand_silent_connections_do_not_block_workers() -> None:
 
 async def test_peer_that_does_not_read_its_replies_is_dropped(tmp_path: Path) -> None:
     """What is said comes back; both buffers on the way are full long before the bound on what is unanswered."""
-    async with echoing(tmp_path, Bounds(bytes_s=1e9)) as address:
+    async with echoing(tmp_path, Bounds(bytes_per_s=1e9)) as address:
         deaf, other = await Peer.at(address, introduced=True), await Peer.at(address, introduced=True)
         deaf.deaf()
         for _ in range(1000):
@@ -238,8 +241,8 @@ async def test_peer_that_does_not_read_its_replies_is_dropped(tmp_path: Path) ->
 
 
 async def test_bounds_also_apply_to_peers_with_the_worker_key(tmp_path: Path) -> None:
-    make(tmp_path / "keys")
-    key = read(str(tmp_path / "keys"), "worker")
+    create_keys(tmp_path / "keys")
+    key = read_keys(str(tmp_path / "keys"), "worker")
     assert key
     async with routed(str(tmp_path / "keys")) as (router, answers, _):
         for body, count in ((b"", 5000), (bytes(MAX_BYTES), 6)):
@@ -259,7 +262,7 @@ async def test_bounds_also_apply_to_peers_with_the_worker_key(tmp_path: Path) ->
 
 
 async def test_drop_reason_is_logged_at_most_once_a_second(tmp_path: Path) -> None:
-    async with echoing(tmp_path, Bounds(accepts_at_once=10_000)) as address:
+    async with echoing(tmp_path, Bounds(accept_burst=10_000)) as address:
         began = asyncio.get_running_loop().time()
         with capture_logs() as logged:
             peers = [await Peer.at(address) for _ in range(200)]

@@ -19,7 +19,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Heartbeat, HeartbeatReply, ToScheduler, ToWorker
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.router import Router
-from unfuse.wire.unix_socket import answers, listening, private_socket, server_socket, servers
+from unfuse.wire.unix_socket import is_listening, listen_unix, private_socket, running_servers, server_socket
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ async def undelivered(_: bytes, __: ToWorker) -> None:
 def test_running_servers_are_listed_by_port(folder: Path) -> None:
     dead(server_socket(folder, 8002))
     own = private_socket(folder)
-    with listening(server_socket(folder, 8010)), listening(server_socket(folder, 8000)), listening(own):
-        assert list(servers(folder).items()) == [(port, server_socket(folder, port)) for port in (8000, 8010)]
-    assert servers(folder) == {}
+    with listen_unix(server_socket(folder, 8010)), listen_unix(server_socket(folder, 8000)), listen_unix(own):
+        assert list(running_servers(folder).items()) == [(port, server_socket(folder, port)) for port in (8000, 8010)]
+    assert running_servers(folder) == {}
 
 
 def test_stale_sockets_are_replaced_and_removed(folder: Path) -> None:
@@ -59,7 +59,7 @@ def test_stale_sockets_are_replaced_and_removed(folder: Path) -> None:
     note = folder / "serve-8002.sock"
     note.write_text("no socket, somebody's file")
 
-    with listening(path) as listener, socket.socket(socket.AF_UNIX) as caller:
+    with listen_unix(path) as listener, socket.socket(socket.AF_UNIX) as caller:
         assert path.stat().st_mode & 0o777 == 0o600
         with pytest.raises(BlockingIOError):
             listener.accept()
@@ -74,14 +74,14 @@ def test_stale_sockets_are_replaced_and_removed(folder: Path) -> None:
 def test_socket_with_a_live_listener_is_not_replaced(folder: Path, full: bool) -> None:
     path = server_socket(folder, 8000)
     with ExitStack() as stack:
-        listener = stack.enter_context(listening(path))
+        listener = stack.enter_context(listen_unix(path))
         if full:
             listener.listen(0)
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
-        assert answers(path)
+        assert is_listening(path)
         before = path.stat().st_ino
         with pytest.raises(ConfigError, match="it is taken"):
-            listening(path)
+            listen_unix(path)
         assert path.stat().st_ino == before
 
 
@@ -90,7 +90,7 @@ def test_only_one_of_many_processes_replaces_a_stale_socket(folder: Path) -> Non
 
     def attempt(_: int) -> socket.socket | None:
         try:
-            return listening(path)
+            return listen_unix(path)
         except ConfigError:
             return None
 
@@ -106,7 +106,7 @@ def test_file_or_symlink_at_the_socket_path_is_not_replaced(folder: Path) -> Non
     (folder / "link.sock").symlink_to("real")
     for name in ("real", "link.sock"):
         with pytest.raises(ConfigError, match="it is taken"):
-            listening(folder / name)
+            listen_unix(folder / name)
     assert (folder / "real").read_text() == "mine"
 
 
@@ -145,8 +145,8 @@ async def test_router_and_dealer_reject_an_insecure_socket_folder(folder: Path) 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_permission_error_names_the_uid_and_unfuse_run_dir(folder: Path) -> None:
     script = (
-        "import os, sys; from unfuse.wire.unix_socket import ConfigError, servers; os.setuid(4321)\n"
-        "try: servers(sys.argv[1])\nexcept ConfigError as error: print(error)"
+        "import os, sys; from unfuse.wire.unix_socket import ConfigError, running_servers; os.setuid(4321)\n"
+        "try: running_servers(sys.argv[1])\nexcept ConfigError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", script, folder / "unfuse"], capture_output=True, text=True, check=True)
     assert "cannot be used by uid 4321 (Permission denied): set UNFUSE_RUN_DIR" in said.stdout

@@ -64,9 +64,9 @@ def client_of(
 
 def servers_here(run_dir: str) -> list[str]:
     """Return the URLs of this user's servers on this machine."""
-    from unfuse.wire.unix_socket import servers
+    from unfuse.wire.unix_socket import running_servers
 
     try:
-        return [f"http://127.0.0.1:{port}" for port in servers(run_dir)]
+        return [f"http://127.0.0.1:{port}" for port in running_servers(run_dir)]
     except ConfigError:  # other users can enter the run folder, which the start of private workers reports
         return []

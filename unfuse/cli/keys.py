@@ -32,9 +32,9 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to write the keys to
 
     Copy scheduler.key to the machines of schedulers and worker.key to those of workers; each is a secret.
     """
-    from unfuse.wire.keys import SIDES, make
+    from unfuse.wire.keys import SIDES, create_keys
 
-    make(folder)
+    create_keys(folder)
     for side in SIDES:
         typer.echo(str(folder / f"{side}.key"))
 

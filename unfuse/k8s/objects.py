@@ -18,7 +18,7 @@ import msgspec
 
 from unfuse.core.plan import roles_of
 from unfuse.k8s.spec import InvalidSpec, Object, component_sources, models, parallel, pools, queue, ranks, role
-from unfuse.wire.keys import new
+from unfuse.wire.keys import generate_key_files
 
 VERSION = "unfuse.dev/v1alpha1"
 #: Optional APIs that a cluster may lack.
@@ -196,7 +196,7 @@ def secrets_of(name: str, spec: Object) -> list[Object]:
         for holder, secret, permission in (("operator", admin_key, "admin"), ("prometheus", metrics_key, "read"))
     ]
     data_by_field = {
-        "keysSecret": ("wire", {f"{side}.key": key for side, key in new().items()}),
+        "keysSecret": ("wire", {f"{side}.key": key for side, key in generate_key_files().items()}),
         "apiKeysSecret": ("api", {"key": admin_key, "metrics": metrics_key, "keys": "".join(lines)}),
     }
     missing = {suffix: data for field, (suffix, data) in data_by_field.items() if field not in spec}

@@ -17,8 +17,8 @@ from unfuse.service.groups import Settings, Transfer
 from unfuse.transfer import BACKENDS, open_engine
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, keys_for, unix_path
-from unfuse.wire.keys import SHARED, make_once, read
-from unfuse.wire.unix_socket import server_socket, servers
+from unfuse.wire.keys import SHARED_KEY_FILE, create_keys_if_missing, read_keys
+from unfuse.wire.unix_socket import running_servers, server_socket
 
 #: Seconds between two checks for a server or a key.
 CHECK_INTERVAL_S = 0.2
@@ -59,7 +59,7 @@ def trusted_keys(settings: Settings, side: str) -> Trust:
 
     Without keys, INSECURE if `insecure_listen` is set, else None. Raises ConfigError for keys that cannot be used.
     """
-    return read(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
+    return read_keys(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
 
 
 def worker_trusted_keys(settings: Settings, addresses: Iterable[str]) -> Trust:
@@ -91,7 +91,7 @@ def listen_addresses(settings: Settings) -> tuple[str, ...]:
         )
     if any(not unix_path(address) for address in addresses) and not (settings.keys or settings.insecure_listen):
         # A folder that the user named is never written to: a missing key in it is an error.
-        make_once(default_keys_folder(settings))
+        create_keys_if_missing(default_keys_folder(settings))
     return addresses
 
 
@@ -102,7 +102,7 @@ def schedulers(settings: Settings) -> tuple[str, ...]:
     """
     if settings.worker.scheduler:
         return tuple(_named(settings, name) for name in settings.worker.scheduler)
-    sockets = servers(settings.run_dir)
+    sockets = running_servers(settings.run_dir)
     if len(sockets) > 1:
         ports = ", ".join(map(str, sockets))
         raise InvalidParameter(
@@ -119,9 +119,9 @@ def await_scheduler(settings: Settings) -> None:
     It waits for a scheduler if the settings name none. It waits for a key if a scheduler is reached over TCP and the
     settings name no folder of keys. Each wait is logged once.
     """
-    if not settings.worker.scheduler and not servers(settings.run_dir):
+    if not settings.worker.scheduler and not running_servers(settings.run_dir):
         log.warning("no server of this user runs on this machine yet: waiting for one", run_dir=settings.run_dir)
-        while not servers(settings.run_dir):
+        while not running_servers(settings.run_dir):
             time.sleep(CHECK_INTERVAL_S)
 
     needs_key = not (settings.keys or settings.insecure_listen or all(map(unix_path, schedulers(settings))))
@@ -145,7 +145,7 @@ def running(folder: str) -> list[str]:
     If the run folder cannot be used, the only item is the reason.
     """
     try:
-        return [str(port) for port in servers(folder)]
+        return [str(port) for port in running_servers(folder)]
     except ConfigError as error:
         return [str(error)]
 
@@ -178,7 +178,9 @@ def connect_instructions(trusted: Trust, folder: str, addresses: Iterable[str]) 
     tcp_addresses = [address for address in addresses if not unix_path(address)]
     if trusted == INSECURE:
         return [f"WARNING: {address} is open: {EXPOSURE_RISK}" for address in tcp_addresses]
-    key_files = [path for name in ("worker.key", SHARED) if folder and (path := expand_path(folder) / name).exists()]
+    key_files = [
+        path for name in ("worker.key", SHARED_KEY_FILE) if folder and (path := expand_path(folder) / name).exists()
+    ]
     key = key_files[0] if key_files else "the worker.key that was made together with this server's scheduler.key"
     return [
         f"workers on other machines: copy {key}, which is secret, to a folder of its own there (chmod 600), and run: "

@@ -1,4 +1,4 @@
-"""Control addresses: where control messages are sent and received, and whom each side trusts there."""
+"""Control addresses: how they are parsed, and which peers are trusted there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNIX = "unix:"
 INSECURE: Final = "insecure"  # trust everyone who can reach an address
 
 Trust = Keys | Literal["insecure"] | None
-"""Who is trusted over TCP: who holds the keys, everyone, or nobody. A unix socket is trusted because of its folder."""
+"""Peers that are trusted over TCP: those with the keys, all, or none. A unix socket is trusted by its folder."""
 
 
 def is_loopback(host: str) -> bool:
@@ -36,18 +36,19 @@ def is_loopback(host: str) -> bool:
 
 
 def keys_for(address: str, trust: Trust = None) -> Keys | None:
-    """The keys to use at a control address; None where none are needed. Raises ConfigError if it must not be used.
+    """The keys to use at a control address; None where none are needed.
 
-    TCP needs keys, or INSECURE, because other users of this machine can reach it, on loopback too.
+    Raises UsageError for a malformed address, and ConfigError for TCP without trust. TCP needs keys, or INSECURE,
+    because other users of this machine can reach it, on loopback too.
     """
     if unix_path(address):
         return None
     try:
         parts = urlsplit(address)
-        known = parts.scheme == "tcp" and parts.hostname and parts.port is not None
+        is_valid = parts.scheme == "tcp" and parts.hostname and parts.port is not None
     except ValueError:
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         hint = f"tcp://{address}" if address.count(":") == 1 and "/" not in address else "tcp://127.0.0.1:8001"
         raise UsageError(f"{address!r} is not a control address: write {hint} or unix:/PATH")
     if trust is None:
@@ -59,7 +60,10 @@ def keys_for(address: str, trust: Trust = None) -> Keys | None:
 
 
 def unix_path(address: str) -> Path | None:
-    """The path of a unix address; None for other addresses. Raises UsageError for a path that no socket can have."""
+    """The path of a unix address; None for other addresses.
+
+    Raises UsageError for a path that no socket can have.
+    """
     if not address.startswith(UNIX):
         return None
     path = Path(address.removeprefix(UNIX))
@@ -71,8 +75,8 @@ def unix_path(address: str) -> Path | None:
 def endpoint(address: str) -> str:
     """A control address as ZMQ connects to it.
 
-    Raises ConfigError for a unix socket in a folder where another user could have made it. So whoever listens there is
-    this user.
+    Raises ConfigError for a unix socket in a folder where another user could have created it. So the process that
+    listens there belongs to this user.
     """
     if path := unix_path(address):
         open_run_folder(path.parent)
@@ -81,29 +85,34 @@ def endpoint(address: str) -> str:
 
 
 def host_towards(*addresses: str) -> str:
-    """The address of this machine on the network of the first of these control addresses that is not on this machine.
+    """The address of this machine that the first remote control address can reach.
 
-    127.0.0.1 if all are. Raises ConfigError if there is no route to it.
+    127.0.0.1 if all addresses are on this machine. Raises ConfigError if there is no route to it.
     """
-    outward = [one for one in addresses if not unix_path(one) and not is_loopback(urlsplit(one).hostname or "")]
-    if not outward:
+    remote_addresses = [
+        address for address in addresses if not unix_path(address) and not is_loopback(urlsplit(address).hostname or "")
+    ]
+    if not remote_addresses:
         return "127.0.0.1"
-    parts = urlsplit(outward[0])
+    parts = urlsplit(remote_addresses[0])
     host = OUTSIDE if parts.hostname == "0.0.0.0" else parts.hostname  # of all our addresses, the one that leads out
     try:
-        ((family, _, _, _, there), *_) = socket.getaddrinfo(host, parts.port, type=socket.SOCK_DGRAM)
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(there)  # sends nothing: it only chooses the route
-            return str(way.getsockname()[0])
+        ((family, _, _, _, destination), *_) = socket.getaddrinfo(host, parts.port, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(destination)  # sends nothing: it only chooses the route
+            return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"there is no route from here to {outward[0]}: {error.strerror}") from error
+        raise ConfigError(f"there is no route from here to {remote_addresses[0]}: {error.strerror}") from error
 
 
 def open_socket(kind: int, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A ZMQ socket whose memory is bounded: message size, messages in flight, and nothing kept after close."""
-    opened = context.socket(kind)
-    opened.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-    opened.setsockopt(zmq.SNDHWM, HIGH_WATER)
-    opened.setsockopt(zmq.RCVHWM, HIGH_WATER)
-    opened.setsockopt(zmq.LINGER, 0)
-    return opened
+    """A ZMQ socket with bounded memory.
+
+    The size of a message and the number of queued messages are limited, and unsent messages are dropped on close.
+    """
+    zmq_socket = context.socket(kind)
+    zmq_socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+    zmq_socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    zmq_socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    zmq_socket.setsockopt(zmq.LINGER, 0)
+    return zmq_socket

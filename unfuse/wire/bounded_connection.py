@@ -1,4 +1,4 @@
-"""One connection through the listener: it forwards bytes both ways, as long as the peer keeps to its bounds."""
+"""One proxied connection: bytes are forwarded both ways while the peer respects its bounds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from unfuse.core.clock import TokenBucket
 from unfuse.core.codec import MAX_BYTES
-from unfuse.wire.frames import COMMAND, MORE, READY, FrameReader, Unwelcome
+from unfuse.wire.frames import COMMAND, MORE, READY, FrameReader, ProtocolViolation
 
 OVERHEAD = 64  # bytes that encryption may add to a frame; it adds 33
-LINGER_S = 5.0  # seconds to send the rest to one side after the other has disconnected
+LINGER_S = 5.0  # seconds to send the buffered bytes to one side after the other has disconnected
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -25,62 +25,65 @@ class Bounds(msgspec.Struct, frozen=True):
     """
 
     #: Bytes of one frame.
-    frame: int = MAX_BYTES + OVERHEAD
+    frame_bytes: int = MAX_BYTES + OVERHEAD
     #: Frames of one message.
-    parts: int = 8
+    message_frames: int = 8
     #: Unanswered frames of one connection.
-    unanswered: int = 512
+    pending_frames: int = 512
     #: Bytes of the unanswered frames of one connection.
-    owed: int = 4 * MAX_BYTES
+    pending_bytes: int = 4 * MAX_BYTES
     #: Bytes of the unanswered frames of all connections.
-    owed_by_all: int = 32 * MAX_BYTES
+    total_pending_bytes: int = 32 * MAX_BYTES
     #: Frames a second of one connection, more than this process could answer.
-    frames_s: float = 100_000
+    frames_per_s: float = 100_000
     #: Bytes a second of one connection, more than this process could answer.
-    bytes_s: float = 2 * MAX_BYTES
+    bytes_per_s: float = 2 * MAX_BYTES
     #: Seconds of full rate that a connection may use at once.
     burst_s: float = 2.0
     #: Bytes of a handshake.
-    handshake: int = 4096
+    handshake_bytes: int = 4096
     #: Seconds of a handshake.
     handshake_s: float = 10.0
     #: Connections in their handshake.
-    waiting: int = 512
+    handshakes: int = 512
     #: Open connections.
     connections: int = 4096
     #: New connections a second.
-    accepts_s: float = 500
+    accepts_per_s: float = 500
     #: New connections at once, after a pause.
-    accepts_at_once: int = 1000
+    accept_burst: int = 1000
 
 
 class Owner(Protocol):
-    """What a connection needs of the listener that accepted it."""
+    """The callbacks of a connection into the listener that accepted it."""
 
-    owed: int
+    pending_bytes: int
     """Bytes of unanswered frames, over all connections."""
 
-    async def connect_inside(self, side: Side) -> None:
-        """Connect a side to the ZMQ socket that answers. Raises OSError."""
+    async def connect_backend(self, protocol: ForwardProtocol) -> None:
+        """Connect a protocol to the ZMQ socket of the router. Raises OSError."""
 
-    def too_much_owed(self) -> None:
-        """The sum `owed` is above its bound."""
+    def on_pending_bytes_exceeded(self) -> None:
+        """`pending_bytes` exceeds its bound."""
 
-    def handshake_done(self, connection: BoundedConnection) -> None:
+    def on_handshake_done(self, connection: BoundedConnection) -> None:
         """A handshake is complete."""
 
-    def ended(self, connection: BoundedConnection) -> None:
-        """Both sides of a connection have ended."""
+    def on_closed(self, connection: BoundedConnection) -> None:
+        """Both transports of a connection are closed."""
 
-    def dropped(self, reason: str, peer: str) -> None:
+    def on_dropped(self, reason: str, peer: str) -> None:
         """A peer is dropped, for this reason."""
 
 
-class Side(asyncio.Protocol):
-    """One of the two sides of a connection: to the peer, or to ZMQ. While one cannot send, the other does not read."""
+class ForwardProtocol(asyncio.Protocol):
+    """One of the two transports of a connection: to the peer, or to ZMQ.
+
+    While the write buffer of one is full, the other does not read (back-pressure).
+    """
 
     transport: asyncio.Transport | None = None
-    other: Side
+    opposite: ForwardProtocol
 
     def __init__(self, connection: BoundedConnection) -> None:
         self._connection = connection
@@ -88,168 +91,176 @@ class Side(asyncio.Protocol):
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._connection.arrived(self)
+        self._connection.on_connected(self)
 
     @override
     def data_received(self, data: bytes) -> None:
-        self._connection.heard(self, data)
+        self._connection.on_data(self, data)
 
     @override
     def pause_writing(self) -> None:
-        if (other := self.other.transport) and not other.is_closing():
-            other.pause_reading()
+        if (opposite := self.opposite.transport) and not opposite.is_closing():
+            opposite.pause_reading()
 
     @override
     def resume_writing(self) -> None:
-        if (other := self.other.transport) and not other.is_closing():
-            other.resume_reading()
+        if (opposite := self.opposite.transport) and not opposite.is_closing():
+            opposite.resume_reading()
 
     @override
     def connection_lost(self, error: Exception | None) -> None:
         self.transport = None
-        self._connection.lost()
+        self._connection.on_disconnected()
 
     def write(self, data: bytes) -> None:
-        """Send, unless this side has ended."""
+        """Send, unless this transport is closed."""
         if self.transport and not self.transport.is_closing():
             self.transport.write(data)
 
     def abort(self) -> None:
-        """End this side now; what was not sent is dropped."""
+        """Close this transport now; unsent bytes are dropped."""
         if self.transport:
             self.transport.abort()
 
     def close(self) -> None:
-        """End this side when everything is sent, or after LINGER_S."""
+        """Close this transport when all bytes are sent, or after LINGER_S."""
         if self.transport:
             self.transport.close()
             asyncio.get_running_loop().call_later(LINGER_S, self.abort)
 
 
 class BoundedConnection:
-    """A connection of a peer (`outer`), and the one to ZMQ that carries its bytes on (`inner`)."""
+    """A connection of a peer (`client`) that is forwarded to ZMQ (`_backend`)."""
 
-    def __init__(self, host: Owner, bounds: Bounds, peer: str) -> None:
-        self.peer, self.owed = peer, 0
-        self._host, self._bounds = host, bounds
+    def __init__(self, owner: Owner, bounds: Bounds, peer: str) -> None:
+        self.peer, self.pending_bytes = peer, 0
+        self._owner, self._bounds = owner, bounds
         self._loop = asyncio.get_running_loop()
-        self._late = self._loop.call_later(bounds.handshake_s, self.drop, "it does not complete the handshake")
-        self.outer, self._inner = Side(self), Side(self)
-        self.outer.other, self._inner.other = self._inner, self.outer
-        self._in, self._out = FrameReader(bounds.frame), FrameReader(bounds.frame)
-        self._entering: asyncio.Task[None] | None = None
-        self._ended = self._through = self._commanded = False
-        self._held = self._said = b""
-        self._shown = self._parts = 0
-        self._unanswered: list[int] = []
+        self._handshake_timer = self._loop.call_later(
+            bounds.handshake_s, self.drop, "it does not complete the handshake"
+        )
+        self.client, self._backend = ForwardProtocol(self), ForwardProtocol(self)
+        self.client.opposite, self._backend.opposite = self._backend, self.client
+        self._client_reader, self._backend_reader = FrameReader(bounds.frame_bytes), FrameReader(bounds.frame_bytes)
+        self._connecting: asyncio.Task[None] | None = None
+        self._closed = self._handshake_complete = self._client_command_received = False
+        self._buffered = self._backend_handshake = b""
+        self._handshake_bytes = self._message_frames = 0
+        self._pending_lengths: list[int] = []
         now = self._loop.time()
-        self._frames = TokenBucket(bounds.frames_s, bounds.burst_s * bounds.frames_s, now)
-        self._bytes = TokenBucket(bounds.bytes_s, bounds.burst_s * bounds.bytes_s, now)
+        self._frame_rate = TokenBucket(bounds.frames_per_s, bounds.burst_s * bounds.frames_per_s, now)
+        self._byte_rate = TokenBucket(bounds.bytes_per_s, bounds.burst_s * bounds.bytes_per_s, now)
 
     def drop(self, reason: str) -> None:
         """End the connection at once, and report the reason."""
-        if not self._ended:
-            self._host.dropped(reason, self.peer)
-            self.end()
+        if not self._closed:
+            self._owner.on_dropped(reason, self.peer)
+            self.abort()
 
-    def end(self) -> None:
+    def abort(self) -> None:
         """End the connection at once. Idempotent."""
-        self._end()
-        self.outer.abort()
-        self._inner.abort()
+        self._stop()
+        self.client.abort()
+        self._backend.abort()
 
-    def arrived(self, side: Side) -> None:
-        """A side is connected. The peer's is the first; the inner one follows when the peer has sent a greeting."""
-        if self._ended:
-            side.abort()
-        elif side is self._inner:
-            side.write(self._held)
-            self._held = b""
+    def on_connected(self, protocol: ForwardProtocol) -> None:
+        """Forward the buffered bytes when the backend is connected.
 
-    def heard(self, side: Side, data: bytes) -> None:
-        """Bytes have come from a side."""
-        if side is self._inner:
-            self._hear_answers(data)
+        The client is connected first. The backend is connected when the peer has sent a greeting.
+        """
+        if self._closed:
+            protocol.abort()
+        elif protocol is self._backend:
+            protocol.write(self._buffered)
+            self._buffered = b""
+
+    def on_data(self, protocol: ForwardProtocol, data: bytes) -> None:
+        """Process bytes that one transport received."""
+        if protocol is self._backend:
+            self._receive_from_backend(data)
             return
         try:
-            self._hear(data)
-        except Unwelcome as error:
+            self._receive_from_client(data)
+        except ProtocolViolation as error:
             self.drop(str(error))
 
-    def lost(self) -> None:
-        """A side has ended: let the other one send what it has, and end."""
-        self._end()
-        self.outer.close()
-        self._inner.close()
-        if self.outer.transport is self._inner.transport is None:
-            self._host.ended(self)
+    def on_disconnected(self) -> None:
+        """Close both transports after one has closed; the other sends its buffer first."""
+        self._stop()
+        self.client.close()
+        self._backend.close()
+        if self.client.transport is self._backend.transport is None:
+            self._owner.on_closed(self)
 
-    def _end(self) -> None:
-        self._ended = True
-        self._late.cancel()
-        self._owe(-self.owed)
-        if self._entering:
-            self._entering.cancel()
+    def _stop(self) -> None:
+        self._closed = True
+        self._handshake_timer.cancel()
+        self._add_pending_bytes(-self.pending_bytes)
+        if self._connecting:
+            self._connecting.cancel()
 
-    def _hear(self, data: bytes) -> None:
-        """Check bytes of the peer, then forward them. Raises Unwelcome."""
-        for flags, length in self._in.read(data):
-            if self._through:
-                self._check(flags, length)
+    def _receive_from_client(self, data: bytes) -> None:
+        """Check the bytes of the peer, then forward them. Raises ProtocolViolation."""
+        for flags, length in self._client_reader.read(data):
+            if self._handshake_complete:
+                self._check_frame(flags, length)
             elif not flags & COMMAND:
-                raise Unwelcome("it sends a message before the handshake is over")
+                raise ProtocolViolation("it sends a message before the handshake is over")
             else:
-                self._commanded = True
-                self._see_through()
-        if not self._through:
-            self._shown += len(data)
-            if self._shown > self._bounds.handshake:
-                raise Unwelcome("it sends too much before the handshake is over")
-        if self._inner.transport:
-            self._inner.write(data)
+                self._client_command_received = True
+                self._check_handshake()
+        if not self._handshake_complete:
+            self._handshake_bytes += len(data)
+            if self._handshake_bytes > self._bounds.handshake_bytes:
+                raise ProtocolViolation("it sends too much before the handshake is over")
+        if self._backend.transport:
+            self._backend.write(data)
             return
-        self._held += data
-        if self._in.greeted and not self._entering:
-            self._entering = self._loop.create_task(self._enter())
+        self._buffered += data
+        if self._client_reader.greeting_received and not self._connecting:
+            self._connecting = self._loop.create_task(self._connect_backend())
 
-    async def _enter(self) -> None:
+    async def _connect_backend(self) -> None:
         try:
-            await self._host.connect_inside(self._inner)
+            await self._owner.connect_backend(self._backend)
         except OSError as error:
             self.drop(f"it cannot be connected inside: {error.strerror}")
 
-    def _check(self, flags: int, length: int) -> None:
-        """Count a new frame. Raises Unwelcome if a bound is exceeded."""
+    def _check_frame(self, flags: int, length: int) -> None:
+        """Count a new frame. Raises ProtocolViolation if a bound is exceeded."""
         bounds, now = self._bounds, self._loop.time()
         if not flags & COMMAND:
-            self._parts = self._parts + 1 if flags & MORE else 0
-            if self._parts >= bounds.parts:
-                raise Unwelcome("a message has too many parts")
-        if not (self._frames.try_acquire(1, now) and self._bytes.try_acquire(length, now)):
-            raise Unwelcome("it sends too much in a second")
-        heappush(self._unanswered, length)
-        self._owe(length)
-        if len(self._unanswered) > bounds.unanswered or self.owed > bounds.owed:
-            raise Unwelcome("too many of its messages are unanswered")
-        if self._host.owed > bounds.owed_by_all:
-            self._host.too_much_owed()
+            self._message_frames = self._message_frames + 1 if flags & MORE else 0
+            if self._message_frames >= bounds.message_frames:
+                raise ProtocolViolation("a message has too many parts")
+        if not (self._frame_rate.try_acquire(1, now) and self._byte_rate.try_acquire(length, now)):
+            raise ProtocolViolation("it sends too much in a second")
+        heappush(self._pending_lengths, length)
+        self._add_pending_bytes(length)
+        if len(self._pending_lengths) > bounds.pending_frames or self.pending_bytes > bounds.pending_bytes:
+            raise ProtocolViolation("too many of its messages are unanswered")
+        if self._owner.pending_bytes > bounds.total_pending_bytes:
+            self._owner.on_pending_bytes_exceeded()
 
-    def _hear_answers(self, data: bytes) -> None:
-        for _ in self._out.read(data):
-            if self._unanswered:  # it is not known which one this answers: count the shortest
-                self._owe(-heappop(self._unanswered))
-        if not self._through:
-            self._said += data
-            self._see_through()
-        self.outer.write(data)
+    def _receive_from_backend(self, data: bytes) -> None:
+        for _ in self._backend_reader.read(data):
+            if self._pending_lengths:  # the frame that this answers is not known: count the shortest
+                self._add_pending_bytes(-heappop(self._pending_lengths))
+        if not self._handshake_complete:
+            self._backend_handshake += data
+            self._check_handshake()
+        self.client.write(data)
 
-    def _see_through(self) -> None:
-        """End the handshake when both sides have: without keys, our READY alone says nothing about the peer."""
-        if self._commanded and READY in self._said:
-            self._through, self._said = True, b""
-            self._late.cancel()
-            self._host.handshake_done(self)
+    def _check_handshake(self) -> None:
+        """Complete the handshake when both sides have sent their command.
 
-    def _owe(self, more: int) -> None:
-        self.owed += more
-        self._host.owed += more
+        Without keys, our READY alone does not prove that the peer has completed it.
+        """
+        if self._client_command_received and READY in self._backend_handshake:
+            self._handshake_complete, self._backend_handshake = True, b""
+            self._handshake_timer.cancel()
+            self._owner.on_handshake_done(self)
+
+    def _add_pending_bytes(self, nbytes: int) -> None:
+        self.pending_bytes += nbytes
+        self._owner.pending_bytes += nbytes

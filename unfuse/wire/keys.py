@@ -1,4 +1,4 @@
-"""Keys, by which messages between schedulers and workers are encrypted, and others are not heard (CURVE)."""
+"""CURVE keys, which encrypt and authenticate the connections between schedulers and workers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from unfuse.wire.mailbox import Mailbox
 
 SIDES = ("scheduler", "worker")  # each has a file with its own secret key and the other side's public key
 
-SHARED = "shared.key"
-"""The file of a secret that both sides share: the keys of each side are derived from it."""
+SHARED_KEY_FILE = "shared.key"
+"""The file with a secret that both sides share. The keys of each side are derived from it."""
 
-Z85_CHARS, SHARED_CHARS = 40, 32
+Z85_CHARS, SECRET_CHARS = 40, 32
 """Characters of a key, and the fewest of a shared secret."""
 
 log = structlog.get_logger(__name__)
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """One side's secret key and the other side's public key, in Z85, the text form that ZMQ uses."""
+    """The secret key of one side and the public key of the other.
+
+    Both are in Z85, the text form that ZMQ uses.
+    """
 
     #: The secret key of this side.
     secret: str
@@ -39,7 +42,10 @@ class Keys(msgspec.Struct, frozen=True):
     peer: str
 
     def secure(self, socket: zmq.Socket[bytes], server: bool) -> None:
-        """Make a socket encrypt, before it binds or connects. A server also needs `authenticate`."""
+        """Enable encryption on a socket before bind or connect.
+
+        A server also needs `start_authenticator`.
+        """
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret.encode()))
         if server:
@@ -49,85 +55,92 @@ class Keys(msgspec.Struct, frozen=True):
         else:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.peer.encode())
 
-    def authenticate(self, context: zmq.Context[zmq.Socket[bytes]]) -> Mailbox:
-        """Before bind: answer ZMQ whether a connection is admitted, until that is closed."""
-        asked, throttle = context.socket(zmq.REP), LogThrottle()
-        asked.bind("inproc://zeromq.zap.01")
+    def start_authenticator(self, context: zmq.Context[zmq.Socket[bytes]]) -> Mailbox:
+        """Start to authenticate connections, before bind; close the result to stop."""
+        zap_socket, throttle = context.socket(zmq.REP), LogThrottle()
+        zap_socket.bind("inproc://zeromq.zap.01")
 
-        def admit(asking: list[bytes]) -> None:
+        def admit(request: list[bytes]) -> None:
             """Admit connections with the peer's key, by ZAP (ZeroMQ's RFC 27)."""
-            version, number, *question = asking
-            known = False
+            version, request_id, *credentials = request
+            is_known = False
             try:
-                known = question[3:] == [b"CURVE", z85.decode(self.peer)]
-            finally:  # each question must be answered before the next one comes
-                door.send([version, number, b"200" if known else b"400", b"", b"", b""])
-            if not known and (times := throttle.count_if_due("key")):
+                is_known = credentials[3:] == [b"CURVE", z85.decode(self.peer)]
+            finally:  # a REP socket must reply to each request before it receives the next
+                authenticator.send([version, request_id, b"200" if is_known else b"400", b"", b"", b""])
+            if not is_known and (times := throttle.count_if_due("key")):
                 log.warning("refused a connection without the workers' key", times=times)
 
-        door = Mailbox(asked, "admitting workers", admit)
-        return door
+        authenticator = Mailbox(zap_socket, "admitting workers", admit)
+        return authenticator
 
 
-def new() -> dict[str, str]:
-    """What a new file of keys holds for each side."""
+def generate_key_files() -> dict[str, str]:
+    """The content of a new key file, by side."""
     pairs = [zmq.curve_keypair() for _ in SIDES]
-    ends = zip(SIDES, pairs, pairs[::-1], strict=True)
-    return {side: f"secret {secret.decode()}\npeer {peer.decode()}\n" for side, (_, secret), (peer, _) in ends}
+    key_pairs = zip(SIDES, pairs, pairs[::-1], strict=True)
+    return {side: f"secret {secret.decode()}\npeer {peer.decode()}\n" for side, (_, secret), (peer, _) in key_pairs}
 
 
-def make(folder: Path) -> None:
-    """Write new pairs of keys into a folder that only its owner may read. Raises ConfigError if it has keys already."""
+def create_keys(folder: Path) -> None:
+    """Write new key files into a folder that only its owner may read.
+
+    Raises ConfigError if the folder has keys already, or cannot be written.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        if existing := [path for side in SIDES if (path := _file(folder, side)).exists()]:
+        if existing := [path for side in SIDES if (path := _key_path(folder, side)).exists()]:
             raise ConfigError(f"{existing[0]} is there already, and is not overwritten: name another folder")
-        for side, text in new().items():
-            with open(os.open(_file(folder, side), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        for side, text in generate_key_files().items():
+            with open(os.open(_key_path(folder, side), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text)
     except OSError as error:
         raise ConfigError(f"keys cannot be written to {folder} ({error.strerror}): name another folder") from error
 
 
-def make_once(folder: Path) -> None:
-    """Write keys into a folder unless it has some; safe when several processes do so at once. Raises ConfigError."""
-    if any(_file(folder, side).exists() for side in SIDES):
+def create_keys_if_missing(folder: Path) -> None:
+    """Write key files into a folder unless it has some.
+
+    Several processes may do so at once. Raises ConfigError.
+    """
+    if any(_key_path(folder, side).exists() for side in SIDES):
         return
     draft = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
     try:
-        make(draft)
+        create_keys(draft)
         with suppress(OSError):  # another process was faster: use its keys
             draft.rename(folder)
     finally:
         rmtree(draft, ignore_errors=True)
 
 
-def derive(shared: str, side: str) -> Keys:
+def derive_keys(shared: str, side: str) -> Keys:
     """The keys of a side, derived from a secret that both sides share."""
-    (other,) = (one for one in SIDES if one != side)
-    own, others = (
-        z85.encode(hmac.digest(shared.encode(), f"unfuse wire {one}".encode(), "sha256")) for one in (side, other)
+    (other,) = (name for name in SIDES if name != side)
+    secret, peer_secret = (
+        z85.encode(hmac.digest(shared.encode(), f"unfuse wire {name}".encode(), "sha256")) for name in (side, other)
     )
-    return Keys(own.decode(), zmq.curve_public(others).decode())
+    return Keys(secret.decode(), zmq.curve_public(peer_secret).decode())
 
 
-def read(folder: str, side: str) -> Keys | None:
-    """The keys of a side; None without a folder. Raises ConfigError for a file that is bad, or that others can read.
+def read_keys(folder: str, side: str) -> Keys | None:
+    """The keys of a side; None without a folder.
 
+    Raises ConfigError for a file that is invalid, or that other users can read.
     A folder without a file of that side may have a `shared.key` instead.
     """
     if not folder:
         return None
-    path = _file(expand_path(folder), side)
-    if not path.exists() and (shared := path.with_name(SHARED)).exists():
+    path = _key_path(expand_path(folder), side)
+    if not path.exists() and (shared := path.with_name(SHARED_KEY_FILE)).exists():
         path = shared
     try:
         mode = path.stat().st_mode
         text = path.read_text()
         keys = (
             _parse_shared(text, side)
-            if path.name == SHARED
+            if path.name == SHARED_KEY_FILE
             else Keys(**dict(line.split() for line in text.splitlines()))
         )
     except OSError as error:
@@ -137,19 +150,19 @@ def read(folder: str, side: str) -> Keys | None:
     if mode & 0o077:
         raise ConfigError(f"{path} can be read by others: chmod 600 it, or make new keys if somebody may have read it")
     if {len(keys.secret), len(keys.peer)} != {Z85_CHARS}:
-        if path.name == SHARED:
-            raise ConfigError(f"{path} is not one word of at least {SHARED_CHARS} characters: write a random one to it")
+        if path.name == SHARED_KEY_FILE:
+            raise ConfigError(f"{path} is not one word of at least {SECRET_CHARS} characters: write a random one to it")
         raise ConfigError(f"{path} holds no keys: make some by `unfuse keys new DIR`")
     return keys
 
 
 def _parse_shared(text: str, side: str) -> Keys:
-    """The keys of a side, from what a shared file holds. Raises ValueError."""
+    """The keys of a side, from the text of a shared key file. Raises ValueError."""
     (word,) = text.split()
-    if len(word) < SHARED_CHARS:
+    if len(word) < SECRET_CHARS:
         raise ValueError(f"{len(word)} characters")
-    return derive(word, side)
+    return derive_keys(word, side)
 
 
-def _file(folder: Path, side: str) -> Path:
+def _key_path(folder: Path, side: str) -> Path:
     return folder / f"{side}.key"

@@ -1,4 +1,4 @@
-"""The scheduler's end of the wire: receives the messages of all workers, and answers many at once."""
+"""The scheduler's side of the control connection: it receives messages of workers, and replies concurrently."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from unfuse.wire.mailbox import Mailbox
 from unfuse.wire.unix_socket import private_socket
 
 MAX_PENDING = 64  # the most unanswered messages of one worker; further ones are refused
-MAX_NUMBER = 16  # the most bytes of a message's number, which the answer repeats
-BACKLOG = 1024  # the most connections from the listener that wait to be accepted: more than it lets wait itself
+MAX_CALL_ID_BYTES = 16  # the most bytes of a call id, which the reply repeats
+BACKLOG = 1024  # connections from the listener that wait to be accepted; above its bound of handshakes
 
-Answer = Callable[[bytes, ToScheduler], Awaitable[ToWorker | None]]
-Undelivered = Callable[[bytes, ToWorker], Awaitable[None]]
+MessageCallback = Callable[[bytes, ToScheduler], Awaitable[ToWorker | None]]
+UndeliveredCallback = Callable[[bytes, ToWorker], Awaitable[None]]
 
 log = structlog.get_logger(__name__)
 
@@ -36,45 +36,51 @@ log = structlog.get_logger(__name__)
 class Router:
     """Receives workers' messages on one address.
 
-    `answer(peer, message)` returns the reply, or None for a message without one. `undelivered(peer, reply)` is called
-    with a reply whose receiver is gone, or does not read. `peer` identifies the connection, among those of all routers.
-    Over TCP, only peers with the workers' key are heard, unless `trust` is INSECURE; on a unix socket, only this user.
+    `handle_message(peer, message)` returns the reply, or None for a message without one.
+    `handle_undelivered(peer, reply)` is called with a reply whose receiver is gone, or does not read.
+    `peer` identifies the connection, among those of all routers. Over TCP, only peers with the workers' key are
+    accepted, unless `trust` is INSECURE; on a unix socket, only this user.
 
     Connections come in through a BoundedListener. Behind it, ZMQ listens on a unix socket in `folder`, which only this
     user may enter; by default that of a unix address, else a temporary one.
     """
 
     def __init__(
-        self, address: str, answer: Answer, undelivered: Undelivered, trust: Trust = None, folder: Path | None = None
+        self,
+        address: str,
+        handle_message: MessageCallback,
+        handle_undelivered: UndeliveredCallback,
+        trust: Trust = None,
+        folder: Path | None = None,
     ) -> None:
         keys = keys_for(address, trust)
-        self._answer, self._undelivered = answer, undelivered
-        self._context = zmq.Context[zmq.Socket[bytes]]()  # of its own, because a context has only one ZAP handler
+        self._handle_message, self._handle_undelivered = handle_message, handle_undelivered
+        self._context = zmq.Context[zmq.Socket[bytes]]()  # not shared, because a context has only one ZAP handler
         self._socket = open_socket(zmq.ROUTER, self._context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._door: Mailbox | None = None
+        self._authenticator: Mailbox | None = None
         self._pending: Counter[bytes] = Counter()
         self._throttle = LogThrottle()
         if path := unix_path(address):
             folder = path.parent
-        self._made = None if folder else tempfile.mkdtemp(prefix="unfuse-")
-        self._inside = private_socket(folder or str(self._made))
+        self._temporary_folder = None if folder else tempfile.mkdtemp(prefix="unfuse-")
+        self._backend_path = private_socket(folder or str(self._temporary_folder))
         try:
             listener, self.address = listen(address)
             if keys:
                 keys.secure(self._socket, server=True)
-                self._door = keys.authenticate(self._context)
+                self._authenticator = keys.start_authenticator(self._context)
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-            self._socket.bind(f"ipc://{self._inside}")
+            self._socket.bind(f"ipc://{self._backend_path}")
         except (ConfigError, zmq.ZMQError) as error:
-            self._leave()
+            self._release()
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"cannot listen on {self._inside}: {error.strerror}") from error
-        self._listener = BoundedListener(listener, self._inside)
-        self._mailbox = Mailbox(self._socket, "receiving from workers", self._hear)
+            raise ConfigError(f"cannot listen on {self._backend_path}: {error.strerror}") from error
+        self._listener = BoundedListener(listener, self._backend_path)
+        self._mailbox = Mailbox(self._socket, "receiving from workers", self._receive)
 
     async def close(self) -> None:
         """Stop listening. Messages without an answer are dropped."""
@@ -83,25 +89,25 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._listener.close()
-        self._leave()
+        self._release()
 
-    def _leave(self) -> None:
-        if self._door:
-            self._door.close()
+    def _release(self) -> None:
+        if self._authenticator:
+            self._authenticator.close()
         self._context.destroy(linger=0)
-        self._inside.unlink(missing_ok=True)
-        if self._made:
-            shutil.rmtree(self._made, ignore_errors=True)
+        self._backend_path.unlink(missing_ok=True)
+        if self._temporary_folder:
+            shutil.rmtree(self._temporary_folder, ignore_errors=True)
 
-    def _hear(self, frames: list[bytes]) -> None:
-        """Decode a message and answer it in a task of its own. What is not a message is refused at once."""
+    def _receive(self, frames: list[bytes]) -> None:
+        """Start a task that handles a message; other numbers of frames are ignored."""
         match frames:
-            case [peer, number, body] if len(number) <= MAX_NUMBER:
-                task = asyncio.create_task(self._take(peer, number, body))
+            case [peer, call_id, body] if len(call_id) <= MAX_CALL_ID_BYTES:
+                task = asyncio.create_task(self._handle(peer, call_id, body))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _take(self, peer: bytes, number: bytes, body: bytes) -> None:
+    async def _handle(self, peer: bytes, call_id: bytes, body: bytes) -> None:
         try:
             if self._pending[peer] >= MAX_PENDING:
                 raise ProtocolError(f"more than {MAX_PENDING} messages wait for an answer")
@@ -109,7 +115,7 @@ class Router:
         except ProtocolError as error:
             if times := self._throttle.count_if_due("refused"):
                 log.warning("refused a message", reason=str(error), times=times)
-            await self._send(peer, number, Rejected(str(error)))
+            await self._send(peer, call_id, Rejected(str(error)))
             return
         self._pending[peer] += 1
         try:
@@ -119,11 +125,11 @@ class Router:
             if not self._pending[peer]:
                 del self._pending[peer]
         if reply is not None:
-            await self._send(peer, number, reply)
+            await self._send(peer, call_id, reply)
 
     async def _reply(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
         try:
-            return await self._answer(self._named(peer), message)
+            return await self._handle_message(self._peer_id(peer), message)
         except TransientError as error:
             if times := self._throttle.count_if_due("again"):
                 reason, name = str(error), type(message).__name__
@@ -134,12 +140,12 @@ class Router:
                 log.exception("a message could not be answered", message=type(message).__name__, times=times)
             return Rejected(f"the scheduler failed on this message: {error}")
 
-    async def _send(self, peer: bytes, number: bytes, reply: ToWorker) -> None:
+    async def _send(self, peer: bytes, call_id: bytes, reply: ToWorker) -> None:
         """Send without waiting; a reply that cannot be sent is undelivered."""
         try:
-            self._mailbox.send([peer, number, encode(reply)])
+            self._mailbox.send([peer, call_id, encode(reply)])
         except zmq.ZMQError:
-            await self._undelivered(self._named(peer), reply)
+            await self._handle_undelivered(self._peer_id(peer), reply)
 
-    def _named(self, peer: bytes) -> bytes:
+    def _peer_id(self, peer: bytes) -> bytes:
         return self.address.encode() + peer

@@ -1,4 +1,7 @@
-"""The run folder, with the sockets by which the processes of one user on one machine meet; other users cannot enter."""
+"""The run folder, which has the unix sockets of one user's processes on one machine.
+
+Other users cannot enter it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from unfuse.core.paths import expand_path
 
 MAX_PATH = 100  # the most bytes of a socket's path; the kernel allows 107
 ROOM_FOR_NAMES = 32  # how many of these bytes are for the separator and the name of a socket
-MACHINE = "machine"  # the name of the file with this machine's id
+MACHINE_ID_FILE = "machine"  # the name of the file with this machine's id
 
 
 def open_run_folder(path: str | Path) -> Path:
-    """Make the folder if missing; return it. Raises ConfigError if its path is too long, or others could enter it."""
+    """Create the run folder if it is missing; return its absolute path.
+
+    Raises ConfigError if the path is too long, or if other users could enter the folder.
+    """
     folder = expand_path(path).absolute()
     if len(os.fsencode(folder)) > MAX_PATH - ROOM_FOR_NAMES:
         raise ConfigError(
@@ -26,38 +32,39 @@ def open_run_folder(path: str | Path) -> Path:
         )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be used by uid {os.geteuid()} ({error.strerror}): set UNFUSE_RUN_DIR to a "
             "folder that this user may make"
         ) from error
-    _check(folder, found)
+    _check_private(folder, status)
     return folder
 
 
-def _check(folder: Path, found: os.stat_result) -> None:
-    if not stat.S_ISDIR(found.st_mode):
+def _check_private(folder: Path, status: os.stat_result) -> None:
+    if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"the run folder {folder} is not a folder: set UNFUSE_RUN_DIR to one")
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise ConfigError(
-            f"the run folder {folder} belongs to uid {found.st_uid}, this is uid {os.geteuid()}: run as that one, or "
+            f"the run folder {folder} belongs to uid {status.st_uid}, this is uid {os.geteuid()}: run as that one, or "
             "set UNFUSE_RUN_DIR to a folder inside a place that this user may write to"
         )
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise ConfigError(
-            f"the run folder {folder} is open to others (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it, or set "
+            f"the run folder {folder} is open to others (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it, or set "
             "UNFUSE_RUN_DIR to a folder inside it, which is then made as it should be"
         )
 
 
 def machine_id(folder: Path) -> str:
-    """A random id of this machine: the same for all processes that share the run folder, as long as that exists.
+    """A random id of this machine, equal for all processes that share the run folder.
 
-    It is only a hint who is near. The proof is that the other's socket can be opened.
+    It lasts as long as the folder. An equal id only suggests that two processes are on one machine. The proof is that
+    the socket of the other process can be opened.
     """
-    path = folder / MACHINE
-    draft = folder / f"{MACHINE}.{secrets.token_hex(4)}"
+    path = folder / MACHINE_ID_FILE
+    draft = folder / f"{MACHINE_ID_FILE}.{secrets.token_hex(4)}"
     if not path.exists():
         draft.write_text(secrets.token_hex(8))
         with suppress(FileExistsError):  # another process was faster: use its id

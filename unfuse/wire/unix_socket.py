@@ -1,4 +1,7 @@
-"""Unix sockets in a run folder: found by name, never taken from a process that listens, removed when it is dead."""
+"""Unix sockets in a run folder: found by name, and removed when stale.
+
+The socket of a process that listens is never replaced.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.paths import expand_path
 from unfuse.wire.run_folder import open_run_folder
 
-OURS = re.compile(r"(?:serve-(?P<port>\d+)|own-[0-9a-f]+)\.sock")
+SERVER_SOCKET_NAME = re.compile(r"(?:serve-(?P<port>\d+)|own-[0-9a-f]+)\.sock")
 """Names of servers' sockets: public ones with the port of the HTTP API, and private ones."""
 
 BACKLOG = 1024
@@ -28,18 +31,25 @@ def server_socket(folder: str | Path, port: int) -> Path:
 
 
 def private_socket(folder: str | Path) -> Path:
-    """A path for a socket that nobody can find by its name."""
+    """A path for a socket, with a random name."""
     return expand_path(folder).absolute() / f"own-{secrets.token_hex(8)}.sock"
 
 
-def servers(folder: str | Path) -> dict[int, Path]:
-    """The sockets of the servers that run, by HTTP port. Raises ConfigError if other users can enter the folder."""
-    ports = {path: named["port"] for path in open_run_folder(folder).iterdir() if (named := OURS.fullmatch(path.name))}
-    found = {int(port): path for path, port in ports.items() if port and answers(path)}
-    return dict(sorted(found.items()))
+def running_servers(folder: str | Path) -> dict[int, Path]:
+    """The sockets of the running servers, by HTTP port.
+
+    Raises ConfigError if other users can enter the folder.
+    """
+    ports = {
+        path: match["port"]
+        for path in open_run_folder(folder).iterdir()
+        if (match := SERVER_SOCKET_NAME.fullmatch(path.name))
+    }
+    sockets = {int(port): path for path, port in ports.items() if port and is_listening(path)}
+    return dict(sorted(sockets.items()))
 
 
-def answers(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Whether a process listens there, even if it is stopped or too busy to accept."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
@@ -52,14 +62,14 @@ def answers(path: Path) -> bool:
     return True
 
 
-def listening(path: Path) -> socket.socket:
+def listen_unix(path: Path) -> socket.socket:
     """Listen at a path, without blocking; the socket of a dead process there is replaced.
 
     Raises ConfigError if another process listens there, or if something that is not a socket is there.
     """
-    with _alone(open_run_folder(path.parent)) as folder:
-        for left in (path, *(one for one in folder.iterdir() if OURS.fullmatch(one.name))):
-            _remove_dead(left)
+    with _lock_folder(open_run_folder(path.parent)) as folder:
+        for socket_path in (path, *(file for file in folder.iterdir() if SERVER_SOCKET_NAME.fullmatch(file.name))):
+            _remove_stale(socket_path)
         listener = socket.socket(socket.AF_UNIX)
         try:
             listener.bind(os.fspath(path))
@@ -75,24 +85,30 @@ def listening(path: Path) -> socket.socket:
         return listener
 
 
-def leave(path: Path) -> None:
-    """Remove the path of our own socket; call it while the socket still listens, so that no other can have the path."""
+def remove_socket(path: Path) -> None:
+    """Remove the path of our own socket.
+
+    Call it while the socket still listens, so that no other process can bind the path first.
+    """
     with suppress(OSError):
         path.unlink()
 
 
-def _remove_dead(path: Path) -> None:
+def _remove_stale(path: Path) -> None:
     with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(path.lstat().st_mode) and not answers(path):
+        if stat.S_ISSOCK(path.lstat().st_mode) and not is_listening(path):
             path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[Path]:
-    """Lock the folder: no other process binds or removes sockets, as one that is bound and not listening looks dead."""
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _lock_folder(folder: Path) -> Iterator[Path]:
+    """Hold a lock on the folder, so that no other process binds or removes sockets.
+
+    Without it, a socket that is bound but does not listen yet would look stale.
+    """
+    lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
         yield folder
     finally:
-        os.close(held)
+        os.close(lock_fd)
