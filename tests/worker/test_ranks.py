@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from tests.worker.test_step_loop import Bench, Count, Large, Shared
 from tools.server import until
@@ -290,9 +291,11 @@ def test_task_waits_on_all_ranks_while_one_cannot_read_its_upload(group: Make, m
         return b"bytes"
 
     monkeypatch.setattr(ranks.bench.results, "attached", attached)
-    run = ranks.begin(tag=0, steps=3)
-    assert isinstance(ranks.outcome(run), TaskCompleted)
+    with capture_logs() as logs:
+        run = ranks.begin(tag=0, steps=3)
+        assert isinstance(ranks.outcome(run), TaskCompleted)
     assert any(isinstance(message, TaskWaits) for message in ranks.sent[0])
+    assert {line["reason"] for line in logs} == {"gone for a moment", "another rank waits for it"}
     assert len(asked) == 4
     assert stages[0].batches == stages[1].batches
 

@@ -63,7 +63,7 @@ class BuddyAllocator:
     """Allocates parts of `capacity` bytes in multiples of `block`.
 
     Bytes behind the last whole block are not used. An allocation of a power of two of blocks starts at a multiple of
-    its size if such a place is free (Knowlton, 1965). Any other allocation takes just the blocks that it needs, from
+    its size if there is space (Knowlton, 1965). Any other allocation takes just the blocks that it needs, from
     the first row of free blocks that is long enough. Rounded up to powers of two, it could leave half of the span free
     and unusable. Not thread-safe: the caller has a lock.
     """

@@ -127,7 +127,7 @@ def _print_answer(answer: Chat, progress: ProgressDisplay, *, strict: bool) -> d
 
     `strict`: whether the answer must match a schema, so that it is useless if it is cut.
 
-    Raises PermanentError for such an answer that ran out of tokens.
+    Raises PermanentError if a strict answer ran out of tokens.
     """
     for delta in answer:
         if delta and answer.text == delta:  # the first text, before which progress is shown

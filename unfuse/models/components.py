@@ -183,7 +183,7 @@ class VideoShape:
 
     @property
     def multiple(self) -> int:
-        """The number of pixels of which sides must be multiples, by the configurations."""
+        """Width and height in pixels must be multiples of this number, by the configurations."""
         return self.spatial
 
     def latent_size(self, width: int) -> OutputSize:

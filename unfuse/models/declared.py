@@ -85,7 +85,7 @@ def scheduler_classes() -> frozenset[str]:
 def has_pipelines(library: str) -> bool:
     """Return whether `diffusers/pipelines` has a folder of this name.
 
-    Such a folder may define classes of components, too, so model_index.json may name it as a component's library.
+    The folder may define classes of components, too, so model_index.json may name it as a component's library.
     """
     return library.isidentifier() and (_diffusers() / "pipelines" / library / "__init__.py").is_file()
 

@@ -73,7 +73,7 @@ class SqliteQueue(MemoryQueue):
         rows, self._journal.rows = self._journal.rows, []  # the journal's copy is not needed any more
         for number, row in rows:
             self._restore(number, row)
-        # Numbers of unreadable rows stay in use: a new request must not replace such a row.
+        # Numbers of unreadable rows stay in use: a new request must not replace one of them.
         self._arrivals = max([self._arrivals, *(number + 1 for number, _ in self._journal.damaged.values())])
         self._declared = self._journal.declared
         #: Serializes `declare`, whose check and change have an await between them.

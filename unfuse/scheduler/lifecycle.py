@@ -326,7 +326,7 @@ def fail_unavailable(
 
     None for other requests. Running stages do not count, since they may complete.
 
-    changed_file: returns the changed file of such a pool, or None for other pools.
+    changed_file: returns the changed file that left a pool without workers, or None for other pools.
     """
     running_stages = {run.stage for run in running}
     pending = [] if context.is_over else [stage for stage in context.plan.stages if stage.name not in running_stages]

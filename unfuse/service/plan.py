@@ -242,7 +242,7 @@ def roles_apart(specs: Iterable[ModelSpec]) -> tuple[str, ...]:
 def _without_results(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
     """Return the models with only stages of roles that need no result store.
 
-    A model without any such stage is left out. Raises ConfigError if no model remains.
+    A model without these roles is left out. Raises ConfigError if no model remains.
     """
     models = tuple(models)
     roles = roles_apart(model.spec for model in models)
