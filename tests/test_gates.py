@@ -86,6 +86,24 @@ def test_nesting_depth_counts_elif_as_its_if() -> None:
     assert (depth(ast.parse(chain).body[0]), depth(ast.parse(nested).body[0])) == (2, 5)
 
 
+def crowded_lines(tree: ast.AST) -> list[int]:
+    """The lines of a tree that assign three names at once, each from a value of its own or all from one."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and (isinstance(node.value, ast.Tuple) or len(node.targets) > 1):
+            names = [part for name in node.targets for part in (name.elts if isinstance(name, ast.Tuple) else [name])]
+            found += [node.lineno] if len(names) > 2 else []
+    return found
+
+
+def test_lines_assign_at_most_two_names() -> None:
+    assert {path: lines for path, tree in TREES.items() if (lines := crowded_lines(tree))} == {}
+
+
+def test_line_that_assigns_three_names_is_recognized() -> None:
+    assert crowded_lines(ast.parse("a = 1\nb, c = 1, 2\nd = e = f = 1\ng, h, i = 1, 2, 3\nj, k, m = call()")) == [3, 4]
+
+
 def test_no_line_disables_the_formatter() -> None:
     folders = ("unfuse", "tests", "tools", "bench")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]

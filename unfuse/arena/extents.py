@@ -75,7 +75,9 @@ class BuddyAllocator:
             raise ValueError(f"a span of {capacity} bytes has no room for one block of {block}")
         self._free: list[set[int]] = [set() for _ in range(self._blocks.bit_length())]
         self._allocated: dict[int, tuple[int, int]] = {}
-        self._used = self._requested = self._high_water = 0
+        self._used = 0
+        self._requested = 0
+        self._high_water = 0
         self._put_back(0, self._blocks)
 
     def allocate(self, nbytes: int) -> int:

@@ -29,9 +29,12 @@ POLICIES = "networking.k8s.io/v1"
 #: The label of all objects that the operator creates.
 MANAGED_BY = {"app.kubernetes.io/managed-by": "unfuse-operator"}
 
-#: Seconds for a pod to unregister; seconds until proxies stop sending requests to a terminating pod; and the number of
-#: steps that fit into a worker's drain time, a quarter of which is reserved for saving checkpoints.
-LEAVING_S, HEARD_S, STEPS = 10, 5, 4
+#: Seconds for a pod to unregister.
+LEAVING_S = 10
+#: Seconds until proxies stop sending requests to a terminating pod.
+PROXY_GRACE_S = 5
+#: Steps that fit into a worker's drain time. A quarter of this time is reserved for saving checkpoints.
+DRAIN_STEPS = 4
 
 #: Fields that must be equal in pipelines that share workers, beside the queue.
 SHARED = ("keysSecret", "results", "envSecrets", "image", "imagePullPolicy", "imagePullSecrets", "modelCache")
@@ -60,7 +63,7 @@ def pipeline_objects(name: str, spec: Object, apis: frozenset[str]) -> list[Obje
         "name": name,
         "replicas": scheduler["replicas"],
         "drain": scheduler["drainSeconds"],
-        "grace": HEARD_S + scheduler["drainSeconds"] + LEAVING_S,
+        "grace": PROXY_GRACE_S + scheduler["drainSeconds"] + LEAVING_S,
         "max_unavailable": scheduler["maxUnavailable"],
         "service_type": service["type"],
         "service_port": service["port"],
@@ -109,7 +112,7 @@ def pool_objects(
                 "PipelinesDiffer", f"{first_user} and {other} cannot share workers: they differ in {fields}"
             )
 
-    drain = max(spec["drainSeconds"], ceil(STEPS * spec["stepSeconds"]))
+    drain = max(spec["drainSeconds"], ceil(DRAIN_STEPS * spec["stepSeconds"]))
     model = spec.get("model", {})
     # One scheduler offers the models of its own pipeline only, so shared workers get the models of all as flags.
     all_models = dict.fromkeys(path for _, user in sorted(users.items()) for path in models(user)) if others else [None]

@@ -26,8 +26,12 @@ from unfuse.launch.local import LAST_S, STABLE_S, WAITING, LocalLauncher, Output
 from unfuse.planning.placement import CPU, is_cpu_only
 from unfuse.worker.records import write_records
 
-#: Seconds between two checks for drained nodes, and until a log line reports that Ray does not answer, or has no room.
-LOOK_S, LOST_S, ROOM_S = 1.0, 10.0, 30.0
+#: Seconds between two checks for drained nodes.
+LOOK_S = 1.0
+#: Seconds until a log line reports that Ray does not answer.
+LOST_S = 10.0
+#: Seconds until a log line reports that Ray has no room for a worker.
+ROOM_S = 30.0
 
 #: Environment that Ray reads when it is imported: no telemetry, and no stack trace when SIGTERM ends this process.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}

@@ -169,7 +169,8 @@ class LanguageFamily(Family):
         It is the capacity of the rank with the least memory. `runtime.kv` is for all ranks together.
         Raises ConfigError if the longest text does not fit.
         """
-        files, group, axis = open_files(folder), runtime.group, tensor_axis(runtime)
+        files = open_files(folder)
+        group, axis = runtime.group, tensor_axis(runtime)
         degree = axis.size if axis else 1
         token_bytes = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.component_names[0]]]) // degree
         max_tokens = int(self.model_spec("", folder).limits["max_tokens"]) + BLOCK

@@ -71,7 +71,8 @@ class BlockStage(Stage):
     """A stage that runs one block, for one task at a time."""
 
     def __init__(self, spec: StageSpec, family: Modular, loader: Loader, distilled: bool) -> None:
-        self.kind, self._spec, self._unguided = spec.kind, spec, family.unguided
+        self.kind, self._spec = spec.kind, spec
+        self._unguided = family.unguided
         self._device, self._draws_on_device = loader.device, loader.runtime.options.noise_device != "cpu"
         self._block = _load_block(spec, family.blocks[distilled], loader)
         self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._block.get_component_spec("guider")

@@ -165,7 +165,9 @@ class Sdxl(PictureFamily):
     else_whole = True
     starts = ("image", "mask")
     vae = SdxlVae
-    whole_steps = repeats = upcasts = True
+    whole_steps = True
+    repeats = True
+    upcasts = True
     adapts = "unet"
 
     @override

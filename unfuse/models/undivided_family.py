@@ -103,8 +103,12 @@ ENLARGE = {"StableDiffusionUpscalePipeline": 4, "StableDiffusionLatentUpscalePip
 #: The components that distinguish models. The first one that a model has names the model's pool.
 MAIN = ("transformer", "unet", "prior", "decoder")
 
-#: Defaults if neither the call nor a configuration has any: side in pixels, frames per second, denoising steps.
-SIDE, GUESSED_RATE, STEPS = 512, 16, 50
+#: Default side in pixels, if neither the call nor a configuration has one.
+SIDE = 512
+#: Default frames per second.
+GUESSED_RATE = 16
+#: Default number of denoising steps.
+STEPS = 50
 
 #: The longest video, as a multiple of the default length.
 LENGTHS = 4

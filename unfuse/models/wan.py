@@ -100,7 +100,8 @@ class Shape(VideoShape):
 
         Raises ConfigError if they do not fit each other.
         """
-        transformer, vae, index = folder.config("transformer"), folder.config("vae"), folder.index()
+        transformer, vae = folder.config("transformer"), folder.config("vae")
+        index = folder.index()
         with folder.reading("transformer or vae"):
             frames, rows, columns = transformer["patch_size"]
             halvings = [bool(is_temporal) for is_temporal in vae["temperal_downsample"]]

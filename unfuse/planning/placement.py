@@ -26,8 +26,13 @@ from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.plan import ALL_STAGES, roles_of
 
 CPU = "cpu"
-AUTO, SPLIT, NONE = "auto", "split", "none"
-"""Values of `--workers` that name no roles: choose a layout, one worker for each role, and no worker."""
+
+#: The value of `--workers` that selects a layout.
+AUTO = "auto"
+#: The value of `--workers` for one worker for each role.
+SPLIT = "split"
+#: The value of `--workers` for no worker.
+NONE = "none"
 
 CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
 PROCESS = 288 << 20  # host memory that a worker needs for libraries, in addition to its weights and its arena

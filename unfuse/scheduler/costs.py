@@ -42,10 +42,13 @@ SIZES, EACH = 64, 8
 #: Factor on the weight of a measurement with each newer one.
 DECAY = 0.98
 
-#: MAIN is the index of the main coefficient (c). Every other one has a penalty, with the weight SIMPLE of one
-#: measurement if its feature grows FAR + 1 times as much as the main one over the measurements. The penalty is larger
-#: where the two features are harder to distinguish, so that the main one explains the times.
-MAIN, SIMPLE, FAR = 2, 0.05, 3.0
+#: The index of the main coefficient (c). Every other coefficient has a penalty. The penalty is larger where its feature
+#: is harder to distinguish from the main one, so that the main one explains the times.
+MAIN = 2
+#: The weight of a penalty, in measurements, if the feature grows FAR + 1 times as much as the main one.
+SIMPLE = 0.05
+#: See SIMPLE.
+FAR = 3.0
 
 #: Relative errors of this size count as usual, however well the other measurements fit.
 SPREAD = 0.1

@@ -164,7 +164,8 @@ class Service(Stoppable):
         self, options: ServeOptions, plan: ServingPlan, logs: Logs, forks: ForkServers | InheritedForks | None = None
     ) -> None:
         super().__init__(options.serve.drain_timeout)
-        self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
+        self._options, self._plan = options, plan
+        self._logs, self._forks = logs, forks
         #: The control addresses, once they are open. Unix sockets come first.
         self.addresses: list[str] = []
         self._groups: WorkerGroups | None = None

@@ -197,7 +197,9 @@ class VideoWriter(MediaWriter):
 
         codec = self._stream.codec_context
         codec.thread_count = THREADS
-        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+        codec.colorspace = BT709
+        codec.color_primaries = BT709
+        codec.color_trc = BT709
         codec.color_range = LIMITED_RANGE
 
     def _fragment(self, encoded: bytes) -> bytes:

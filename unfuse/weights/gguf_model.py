@@ -316,7 +316,8 @@ def expected(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> d
     if SCALED in stored and kind == ARCHITECTURES["llama"]:
         tensors[SCALED] = ("", "r")
 
-    head_dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     sizes = {
         "v": config["vocab_size"],
         "h": config["hidden_size"],

@@ -143,7 +143,8 @@ class BoundedConnection:
         self.client.opposite, self._backend.opposite = self._backend, self.client
         self._client_reader, self._backend_reader = FrameReader(bounds.frame_bytes), FrameReader(bounds.frame_bytes)
         self._connecting: asyncio.Task[None] | None = None
-        self._closed = self._handshake_complete = self._client_command_received = False
+        self._closed = False
+        self._handshake_complete = self._client_command_received = False
         self._buffered = self._backend_handshake = b""
         self._handshake_bytes = self._message_frames = 0
         self._pending_lengths: list[int] = []

@@ -34,7 +34,8 @@ class Dealer:
     """
 
     def __init__(self, address: str, trust: Trust = None) -> None:
-        keys, zmq_endpoint, self.address = keys_for(address, trust), endpoint(address), address
+        self.address = address
+        keys, zmq_endpoint = keys_for(address, trust), endpoint(address)
         self._disconnect_reason = ""
         self._call_ids = itertools.count(1)
         self._pending_calls: dict[bytes, asyncio.Future[ToWorker]] = {}

@@ -9,9 +9,18 @@ from collections.abc import Iterator
 
 GREETING = 64
 VERSION_OFFSET, MIN_VERSION = 10, 3
-SIGNATURE_FIRST, SIGNATURE_LAST_OFFSET, SIGNATURE_LAST = 0xFF, 9, 0x7F
+#: The first byte of the signature that begins a greeting.
+SIGNATURE_FIRST = 0xFF
+#: The offset and the value of its last byte.
+SIGNATURE_LAST_OFFSET, SIGNATURE_LAST = 9, 0x7F
 
-MORE, LONG, COMMAND = 1, 2, 4
+#: Flags of a frame: more frames of this message follow.
+MORE = 1
+#: The length has eight bytes, not one.
+LONG = 2
+#: The frame is a command of the protocol.
+COMMAND = 4
+
 READY = b"\x05READY"  # the beginning of the command that ends a handshake
 
 

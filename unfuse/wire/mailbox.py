@@ -20,7 +20,8 @@ class Mailbox:
     """
 
     def __init__(self, socket: zmq.Socket[bytes], action: str, on_message: Callable[[list[bytes]], object]) -> None:
-        self._socket, self._action, self._on_message = socket, action, on_message
+        self._socket = socket
+        self._action, self._on_message = action, on_message
         self._background = Supervisor()
         self._loop = asyncio.get_running_loop()
         self._scheduled_read: asyncio.Handle | None = None
