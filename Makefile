@@ -15,7 +15,7 @@ DAY := not nightly and not gpu
 # the processes that tests start read what was compiled before, also where images are built without it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test system lint bench gpu nightly soak oldest newest clean
+.PHONY: demo quick test docs system lint bench gpu nightly soak oldest newest clean
 
 demo: $(VENV)/installed
 	$(BIN)/unfuse generate "a red circle on white" -o out.png --overwrite
@@ -26,8 +26,12 @@ quick: $(VENV)/installed-test
 
 # and every behaviour once as `serve` has it: before a change is handed in. Tests that fail are run once more, alone; those
 # that pass then are printed as `flaky: NAME`, and listed in tests/flaky.txt (docs/decisions/066)
-test: system lint
+test: system lint docs
 	$(PYTEST) -m "$(DAY)" --second-run
+
+# the site, into docs/_build/html; any warning is an error, such as a broken link or a page that is too long
+docs: $(VENV)/installed-test
+	$(BIN)/python -m sphinx -b html -j auto -q --fail-on-warning --keep-going docs docs/_build/html
 
 # what apt installs, where this user may; tests skip what is missing, and say so
 system:

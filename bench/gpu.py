@@ -525,7 +525,7 @@ def readable(cell: object) -> str:
 
 
 def markdown(figures: dict[str, Any]) -> str:
-    """The tables that have rows, for docs/performance.md."""
+    """The tables that have rows, for docs/reference/performance/gpu.md."""
     lines: list[str] = []
     for title, columns, rows in tables(figures):
         if rows:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.references import refusals
-from tools.snippets import PAGES, ROOT, blocks, commands
+from tools.snippets import PAGES, ROOT, blocks, commands, page_id
 from unfuse.core import parameters, pixels
 from unfuse.edge import connections, keys
 from unfuse.models import FAMILIES
@@ -53,12 +53,12 @@ def lacking(page: Path) -> set[str]:
     return needed - {extra for extras in servers or [one.split(",") for one in named] for extra in extras}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_pages_install_the_extras_their_commands_need(page: Path) -> None:
     assert lacking(page) == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_pages_never_install_unfuse_from_a_package_index(page: Path) -> None:
     """unfuse is installed from a clone, whose folder is named as `.`."""
     typed = [words for block in blocks(page) for words in commands(block) if words[0].endswith("pip")]
@@ -74,7 +74,7 @@ def test_missing_extras_of_a_page_are_detected(tmp_path: Path) -> None:
     assert lacking(page) == {"lora"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_files_and_tests_named_in_pages_exist(page: Path) -> None:
     """In backticks, with a folder: `tools/tiny.py`, or `tests/stores/test_spill.py::test_name`."""
     places = [page.parent, *(ROOT / folder for folder in ("", "unfuse", "docs", "tests"))]
@@ -97,7 +97,7 @@ def codes() -> set[tuple[int, str]]:
     return {(status, name) for name, statuses in refusals().items() for status in statuses}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_metrics_named_in_pages_are_exported(page: Path) -> None:
     named = {
         re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bunfuse_[a-z_]*[a-z]\b", page.read_text())
@@ -105,42 +105,61 @@ def test_metrics_named_in_pages_are_exported(page: Path) -> None:
     assert named - metrics() == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_error_codes_named_in_pages_have_the_stated_status(page: Path) -> None:
     """As in 409 `model_exists`."""
     named = {(int(status), name) for status, name in re.findall(r"\b([45]\d\d) `([a-z_]+)`", page.read_text())}
     assert named - codes() == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_make_targets_named_in_pages_exist(page: Path) -> None:
     rules = re.findall(r"^([a-z ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = set(re.findall(r"(?:`|^    )make ([a-z]+)", page.read_text(), re.MULTILINE))
     assert named <= {target for rule in rules for target in rule.split()}
 
 
+def family_page(name: str) -> str:
+    """The guide that lists a model family."""
+    if name.endswith("Pipeline"):
+        return "models"
+    return "vision" if "VL" in name else "chats"
+
+
 MIB = 1 << 20
 FACTS = [
-    ("docs/serving.md", f"a body at most {body.MAX_BODY // MIB} MiB ({body.MAX_MEDIA_BODY // MIB} MiB where it may"),
-    ("docs/serving.md", f"or as a form), {body.MAX_VALUES:,} values"),
-    ("docs/serving.md", f"at most {connections.MAX_HEADERS} headers, {connections.MAX_HEAD >> 10} KiB, and"),
-    ("docs/serving.md", f"{connections.MAX_TARGET >> 10} KiB of address"),
-    ("docs/serving.md", f"at most {chats.MAX_FETCHED} a chat, of {body.MAX_BYTES // MIB} MiB, within"),
-    ("docs/serving.md", f"may show {chats.MAX_MEDIA} pictures and videos of {body.MAX_BYTES // MIB} MiB and"),
-    ("docs/serving.md", f"a body of {body.MAX_MEDIA_BODY // MIB} MiB, and {chats.MAX_PIXELS // 10**6} million pixels"),
-    ("docs/serving.md", f"at most {chats.MAX_FRAMES:,} frames, and 10¹⁰ pixels" * (chats.MAX_VIDEO_PIXELS == 10**10)),
-    ("docs/serving.md", f"{pixels.MAX_SIDE:,} pixels a side and {pixels.MAX_PIXELS // 10**6} million in all"),
-    ("docs/serving.md", f"a `data:` URL (of {body.MAX_MEDIA_BODY // MIB} MiB of JSON)"),
-    ("docs/serving.md", f"of at least {keys.MIN_KEY_CHARS} characters"),
-    ("docs/serving.md", "without a key for an hour" * (links.LINK_TTL_S == 3600)),
-    ("docs/serving.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LINK_TTL_S == 86400)),
-    ("docs/serving.md", f"does not answer 2xx within {outbound_http.CALL_S:.0f} s"),
-    ("docs/serving.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED_NAMES == 8)),
-    ("docs/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),
-    ("docs/reliability.md", f"silent for {GONE} lease times"),
+    (
+        "docs/guides/network.md",
+        f"a body at most {body.MAX_BODY // MIB} MiB ({body.MAX_MEDIA_BODY // MIB} MiB where it may",
+    ),
+    ("docs/guides/network.md", f"or as a form), {body.MAX_VALUES:,} values"),
+    ("docs/guides/network.md", f"at most {connections.MAX_HEADERS} headers, {connections.MAX_HEAD >> 10} KiB, and"),
+    ("docs/guides/network.md", f"{connections.MAX_TARGET >> 10} KiB of address"),
+    ("docs/guides/vision.md", f"at most {chats.MAX_FETCHED} a chat, of {body.MAX_BYTES // MIB} MiB, within"),
+    ("docs/guides/vision.md", f"may show {chats.MAX_MEDIA} pictures and videos of {body.MAX_BYTES // MIB} MiB and"),
+    (
+        "docs/guides/vision.md",
+        f"a body of {body.MAX_MEDIA_BODY // MIB} MiB, and {chats.MAX_PIXELS // 10**6} million pixels",
+    ),
+    (
+        "docs/guides/vision.md",
+        f"at most {chats.MAX_FRAMES:,} frames, and 10¹⁰ pixels" * (chats.MAX_VIDEO_PIXELS == 10**10),
+    ),
+    (
+        "docs/guides/input-pictures.md",
+        f"{pixels.MAX_SIDE:,} pixels a side and {pixels.MAX_PIXELS // 10**6} million in all",
+    ),
+    ("docs/guides/input-pictures.md", f"a `data:` URL (of {body.MAX_MEDIA_BODY // MIB} MiB of JSON)"),
+    ("docs/guides/keys.md", f"of at least {keys.MIN_KEY_CHARS} characters"),
+    ("docs/guides/network.md", "without a key for an hour" * (links.LINK_TTL_S == 3600)),
+    ("docs/guides/network.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LINK_TTL_S == 86400)),
+    ("docs/guides/webhooks.md", f"does not answer 2xx within {outbound_http.CALL_S:.0f} s"),
+    ("docs/guides/adapters.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED_NAMES == 8)),
+    ("docs/concepts/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),
+    ("docs/concepts/reliability.md", f"silent for {GONE} lease times"),
     ("docs/architecture.md", f"at most {MAX_CACHED} entries"),
-    *(("docs/serving.md", f"`{name}`" if name.endswith("Pipeline") else name) for name in FAMILIES),
-    *(("docs/data-plane.md", f"| `{name}`") for name in BACKENDS),
+    *((f"docs/guides/{family_page(name)}.md", f"`{name}`" if name.endswith("Pipeline") else name) for name in FAMILIES),
+    *(("docs/guides/transfer-engines.md", f"| `{name}`") for name in BACKENDS),
 ]
 """Sentences with the numbers and names that the code has. A number in words is there only if the code's is the same."""
 

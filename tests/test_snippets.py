@@ -11,64 +11,26 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from tools.snippets import PAGES, ROOT, blocks, commands, is_python
+from tools.pages import parse_command, snippet_problems
+from tools.snippets import PAGES, ROOT, blocks, commands, page_id
 from unfuse.cli.app import app
 
 EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
-OTHERWISE = (
-    "models: [Wan-AI",
-    "pipeline:\n",
-    "podTemplate:\n",
-    "server {",
-    "redis-cli ACL",
-    "sum by (tenant)",
-    "sum by (model, device)",
-    "helm -n unfuse install",
-    "UNFUSE_SERVE__MODELS=",
-    "UNFUSE_WORKER__SCHEDULER=",
-    "[Service]",
-    "[serve]",
-    "NAME sha256:HEX [admin=yes]",
-    "a|an COLOUR SHAPE",
-    'Parameter("sharpness"',
-    "cli\n",
-    "generator = torch.Generator",
-    'pipeline.load_lora_weights("ink',
-)
-"""The beginnings of blocks that are neither commands nor whole programs: each is held to the code by a test of its own,
-or shows what diffusers is called with."""
 
-
-def understood(words: list[str]) -> None:
-    """Have the real command line read a command. Raises what a person would be told."""
-    command, name = typer.main.get_command(app), "unfuse"
-    while hasattr(command, "commands"):
-        name, *words = words
-        command = command.commands[name]  # type: ignore[attr-defined]
-    command.make_context(name, words)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_code_blocks_of_pages_parse(page: Path) -> None:
-    for block in blocks(page):
-        typed = list(commands(block))
-        if is_python(block):
-            compile(block, page.name, "exec")
-        elif not typed:
-            assert block.lstrip(" ").startswith(OTHERWISE), block
-        for program, *words in typed:
-            if program.rpartition("/")[2] == "unfuse":
-                understood(words)
-            for extras in re.findall(r"(?:unfuse|\.)\[([\w,]+)\]", " ".join(words)):
-                assert set(extras.split(",")) <= EXTRAS
+    assert list(snippet_problems(page)) == []
+    typed = [" ".join(words) for block in blocks(page) for words in commands(block)]
+    for extras in re.findall(r"(?:unfuse|\.)\[([\w,]+)\]", " ".join(typed)):
+        assert set(extras.split(",")) <= EXTRAS
 
 
 def test_unknown_commands_and_flags_in_pages_are_detected() -> None:
     with pytest.raises(Exception, match="No such option"):
-        understood(["serve", "--no-such-flag"])
+        parse_command(["serve", "--no-such-flag"])
     with pytest.raises(KeyError):
-        understood(["keys", "lose"])
+        parse_command(["keys", "lose"])
 
 
 def anchors(page: Path) -> set[str]:
@@ -77,7 +39,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_in_pages_resolve(page: Path) -> None:
     for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -92,9 +54,9 @@ def test_flags_named_in_pages_exist() -> None:
     verbs += [inner for verb in verbs for inner in getattr(verb, "commands", {}).values()]
     options = [option for verb in verbs for option in verb.params]
     known = {flag for option in options for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
-    for page in (
-        page for page in PAGES if page.name not in ("performance.md", "builtin-model.md")
-    ):  # of other commands
+    others = {"builtin-model.md", "builtin-model-training.md"}
+    # performance pages and those of the built-in model name flags of other commands
+    for page in (page for page in PAGES if page.parent.name != "performance" and page.name not in others):
         named = set(re.findall(r"`(--[a-z][a-z0-9-]+)", page.read_text()))
         assert named - known - {"--no-deps", "--constraint", "--user", "--sharpness", "--skip-crds"} == set(), page.name
 

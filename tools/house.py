@@ -1,4 +1,4 @@
-"""Draws the folders of the package by what they import, into docs/architecture.md: `python -m tools.house`."""
+"""Draws the folders of the package by what they import, into docs/contributing/package-structure.md: `python -m tools.house`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "contributing" / "package-structure.md"
 BEGIN, END = "<!-- drawn by `python -m tools.house` -->\n", "<!-- end of the drawing -->\n"
 
 ASIDE = {"testing"}

@@ -1,4 +1,4 @@
-"""Writes docs/reference-*.md from the code: parameters, metrics and errors. `python -m tools.references`."""
+"""Writes docs/reference/ from the code: parameters, metrics and errors. `python -m tools.references`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unfuse.server.metrics_table import METRICS as METRIC_SPECS, MetricSpec
 
 ROOT = Path(__file__).parents[1]
 MADE = (*IMAGE.parameters, *VIDEO.parameters)
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "reference"
 WRITTEN = "This page is written by `python -m tools.references`."
 
 KINDS = {
@@ -49,11 +49,11 @@ rejected with an error that names it. {WRITTEN}
 METRICS = f"""# Metrics
 
 The metrics of `/metrics`. If API keys are configured, metrics with a tenant, money or a model require a key: one with
-`read=yes` or `admin=yes` for those of all tenants ([keys](serving.md#api-keys-and-tenants)). Counters start at 0 with
+`read=yes` or `admin=yes` for those of all tenants ([keys](../guides/keys.md)). Counters start at 0 with
 each gateway, and every gateway has its own. Gauges describe the whole queue. The label `pool` is a pool's name: stage
 kind, component class, dtype, and a hash of weights and numerics, as in `denoise-flux-transformer-2d-bf16-3049ab12`.
 `unfuse pools` lists the models of each pool. `numerics` is the hash of the numerics alone. `model` is the name that
-clients use. See [the alerts](../deploy/prometheus/alerts.yml) and the [runbook](runbook.md) for what to monitor.
+clients use. See [the alerts](../../deploy/prometheus/alerts.yml) and the [runbook](../operations/runbook.md) for what to monitor.
 {WRITTEN}
 
 """
@@ -142,7 +142,7 @@ ADVICE = {
     ),
     "invalid_parameter": (
         "The message names the field (`param`), its bounds, and often the nearest valid value. See "
-        "[parameters](reference-parameters.md)."
+        "[parameters](parameters.md)."
     ),
     "object_lost": "Stage outputs were lost several times with workers or machines. Send the request again.",
     MODERATION_BLOCKED: (
@@ -172,7 +172,7 @@ ADVICE = {
     "no_model": "Start a worker, or wait until starting workers have loaded their models.",
     "no_room": (
         "The storage of results or uploads is full or cannot be reached. Run `unfuse disk`, and see the "
-        "[runbook](runbook.md#unfuseresultsnotwritable)."
+        "[runbook](../operations/runbook.md#unfuseresultsnotwritable)."
     ),
     "not_completed": "The request has no result yet. Wait for the event `completed`.",
     "not_dead": "Only dead letters can be retried.",
@@ -198,7 +198,9 @@ ADVICE = {
     ),
     "stopping": "The server is shutting down. Repeat the call. Accepted requests continue if the queue is durable.",
     "target_too_long": "Send long values in the body.",
-    "timeout": ("The client sent or read too slowly. See the limits in [serving](serving.md#network-access-and-tls)."),
+    "timeout": (
+        "The client sent or read too slowly. See the limits in [network access](../guides/network.md#bounds-on-clients)."
+    ),
     "too_many_bodies": "Retry later. Too many clients are sending large bodies.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
     "weights_changed": (
@@ -333,7 +335,7 @@ def refused() -> str:
     return ERRORS + codes + RETRIES + retries + IN_PYTHON + table("error | is a | exit code | when", tree())
 
 
-PAGES = {"reference-parameters.md": parameters, "reference-metrics.md": metrics, "reference-errors.md": refused}
+PAGES = {"parameters.md": parameters, "metrics.md": metrics, "errors.md": refused}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

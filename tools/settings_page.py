@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the settings themselves: `python -m tools.settings_page`."""
+"""Writes docs/reference/settings.md from the settings themselves: `python -m tools.settings_page`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unfuse.cli.verbs import EXPERT, OFFERED, PANELS
 from unfuse.service.groups import Settings
 from unfuse.service.settings import FIELDS, ByteSize, SettingField
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 
 HEAD = """# Settings
 
@@ -34,7 +34,7 @@ threads = 2
 bytes = "1GiB"
 ```
 
-[How to choose a layout](howto/choose-a-layout.md) has the grammar of `--workers`, `--place` and `--parallel`.
+[How to choose a layout](../guides/choose-a-layout.md) has the grammar of `--workers`, `--place` and `--parallel`.
 This page is written by `python -m tools.settings_page`.
 """
 

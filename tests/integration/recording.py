@@ -381,13 +381,15 @@ def hide(view: dict[str, Any], *names: str) -> None:
 
 
 def surface() -> dict[str, Any]:
-    """The flags of every command, as its help has them, and the settings of docs/settings.md."""
+    """The flags of every command, as its help has them, and the settings of docs/reference/settings.md."""
     flags, asked = dict[str, Any](), [""]
     while asked:
         helps = helps_of(asked)
         asked = [f"{group} {name}".strip() for group, text in helps.items() for name in commands_in(text)]
         flags |= {command: {UNORDERED: flags_of(text)} for command, text in helps.items()}
-    settings = re.findall(r"^\| `(UNFUSE_\w+)`", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
+    settings = re.findall(
+        r"^\| `(UNFUSE_\w+)`", (ROOT / "docs" / "reference" / "settings.md").read_text(), re.MULTILINE
+    )
     return {"flags": flags, "settings": {UNORDERED: sorted(settings)}}
 
 

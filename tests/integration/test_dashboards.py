@@ -140,10 +140,10 @@ def test_query_check_detects_invalid_queries() -> None:
 
 
 def test_every_alert_has_a_runbook_section_and_vice_versa() -> None:
-    parts = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    parts = re.findall(r"^## (\w+)$", (ROOT / "docs" / "operations" / "runbook.md").read_text(), re.MULTILINE)
     assert parts == [*ALERTS]
     assert [rule["annotations"]["runbook"] for rule in ALERTS.values()] == [
-        f"docs/runbook.md#{name.lower()}" for name in ALERTS
+        f"docs/operations/runbook.md#{name.lower()}" for name in ALERTS
     ]
 
 

@@ -118,7 +118,7 @@ def test_serve_and_worker_units_notify_systemd_of_ready_and_stopping(systemd: Sy
 
 def test_three_machines_howto_settings_are_consistent() -> None:
     """As the page has them, which says where the files are that units read."""
-    page = ROOT / "docs" / "howto" / "three-machines.md"
+    page = ROOT / "docs" / "guides" / "three-machines.md"
     serve, worker, _ = (block for block in blocks(page) if re.match(r"UNFUSE_|\[Service\]", block))
     said = [dict(re.findall(r"^(UNFUSE_\w+)=(.+)$", block, re.MULTILINE)) for block in (serve, worker)]
     assert known([*said[0], *said[1]])

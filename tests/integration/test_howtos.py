@@ -18,7 +18,7 @@ from tools.snippets import ROOT, blocks, is_python
 from tools.tiny import build
 from unfuse.client import connect
 
-HOWTO = ROOT / "docs" / "howto"
+DOCS = ROOT / "docs"
 ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -61,7 +61,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Serve
 @pytest.mark.nightly
 def test_from_diffusers_howto_script_and_server_make_equal_images(flux: tuple[Path, Server], tmp_path: Path) -> None:
     model, server = flux
-    script, client = programs(HOWTO / "from-diffusers.md", server)
+    script, client = programs(DOCS / "start" / "from-diffusers.md", server)
     assert len(client.splitlines()) <= 10
     own = json.loads((model / "serving.json").read_text())["defaults"]
     called = ", ".join(f"{name}={value}" for name, value in own.items())  # which a server knows by itself
@@ -72,7 +72,7 @@ def test_from_diffusers_howto_script_and_server_make_equal_images(flux: tuple[Pa
 
 
 def test_async_images_howto_commands_and_programs_run(server: Server, tmp_path: Path) -> None:
-    page = HOWTO / "asynchronous-pictures.md"
+    page = DOCS / "guides" / "asynchronous-pictures.md"
     lines = [line.replace(ADDRESS, server.url) for block in blocks(page) for line in block.splitlines()]
     ask, look, follow, fetch = [f"{line} -sS --fail" for line in lines if line.startswith("curl ")]
     request = json.loads(shell(ask, tmp_path))["id"]
@@ -90,7 +90,7 @@ def test_async_images_howto_commands_and_programs_run(server: Server, tmp_path: 
 @pytest.mark.nightly
 def test_cost_howto_program_matches_the_metrics_by_tenant(tmp_path: Path) -> None:
     """By hand it is what the counters say, and there are counters of those names with those labels."""
-    page, keys = HOWTO / "cost-of-a-request.md", tmp_path / "keys"
+    page, keys = DOCS / "guides" / "cost-of-a-request.md", tmp_path / "keys"
     keys.write_text("ada key-ada\nbob key-bob\nroot KEY admin=yes\nsee key-see read=yes\n")
     with serving(tmp_path, "--arena", "64MiB", "--price", "cpu=3600/h", "--api-keys", str(keys)) as server:
         server.ready()
@@ -108,7 +108,7 @@ def test_cost_howto_program_matches_the_metrics_by_tenant(tmp_path: Path) -> Non
 
 
 def test_custom_queue_backend_howto_detects_broken_backends(tmp_path: Path) -> None:
-    (mine,) = [block for block in blocks(HOWTO / "add-a-backend.md") if is_python(block)]
+    (mine,) = [block for block in blocks(DOCS / "contributing" / "add-a-backend.md") if is_python(block)]
     program(mine, tmp_path)
     broken = mine.replace('    """Where mine differs."""', "    async def ping(self): raise OSError\n    submit = ping")
     with pytest.raises(AssertionError, match="rule "):
@@ -126,7 +126,7 @@ def test_readme_programs_run(server: Server, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_serving_page_program_quantizes_a_transformer(tmp_path: Path) -> None:
     """Of what it saves `doctor` says that it takes less."""
-    (text,) = [one for one in blocks(ROOT / "docs" / "serving.md") if one.startswith("import diffusers as d")]
+    (text,) = [one for one in blocks(DOCS / "guides" / "quantization.md") if one.startswith("import diffusers as d")]
     model, mine = build("flux", tmp_path / "flux"), tmp_path / "mine"
     program(text.replace("/data/FLUX.1-dev", str(model)).replace("/data/mine", str(mine)), tmp_path, "-W", "ignore")
     for other in model.iterdir():

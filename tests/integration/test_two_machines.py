@@ -1,4 +1,4 @@
-"""Two machines, as docs/howto/two-machines.md has it: its commands are run as they stand there, but for addresses."""
+"""Two machines, as docs/guides/two-machines.md has it: its commands are run as they stand there, but for addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.netns import ROOT, SecondHost, second_host
 from tools.addresses import free_port
 from tools.server import Server, all_gone, environment, family_of, until
 
-PAGE = (ROOT / "docs" / "howto" / "two-machines.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "two-machines.md").read_text()
 COMMANDS = re.findall(r"^    (\S.*)$", PAGE, re.MULTILINE)
 PROGRAMS = {
     "unfuse": f'export PYTHONPATH="$BEFORE$PYTHONPATH"; exec {sys.executable} -m unfuse "$@"',

@@ -24,7 +24,7 @@ from unfuse.client import connect
 from unfuse.launch.ray import LOST
 from unfuse.testing.launcher_suite import WITHIN_S, wait_until as until_so, worker_registry
 
-PAGE = ROOT / "docs" / "howto" / "ray.md"
+PAGE = ROOT / "docs" / "operations" / "ray.md"
 
 pytestmark = [
     pytest.mark.nightly,

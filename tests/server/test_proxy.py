@@ -1,4 +1,4 @@
-"""A server behind nginx with TLS, as docs/howto/nginx.md has it."""
+"""A server behind nginx with TLS, as docs/guides/nginx.md has it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ http {{
 
 def said(folder: Path, port: int, behind: int) -> str:
     """The server that the how-to has, whole, at these ports and with a certificate of its own."""
-    (block,) = [one for one in blocks(ROOT / "docs" / "howto" / "nginx.md") if one.startswith("server {")]
+    (block,) = [one for one in blocks(ROOT / "docs" / "guides" / "nginx.md") if one.startswith("server {")]
     for theirs, ours in (
         ("listen 443", f"listen 127.0.0.1:{port}"),
         ("/etc/ssl/pictures.pem", f"{folder}/cert.pem"),

@@ -74,16 +74,18 @@ def test_webhooks_are_signed_for_completed_failed_and_cancelled(tmp_path: Path, 
 
 
 def test_verification_code_in_the_docs_checks_a_webhook(tmp_path: Path, receiver: Receiver) -> None:
-    (lines,) = [one for one in blocks(ROOT / "docs" / "serving.md") if one.startswith("from standardwebhooks")]
+    (lines,) = [
+        one for one in blocks(ROOT / "docs" / "guides" / "webhooks.md") if one.startswith("from standardwebhooks")
+    ]
     with serve(tmp_path, webhook_hosts=HERE) as served:
         request = asked(served, receiver.url).json()["id"]
         ended(served, request, "delivered")
     ((headers, body),) = receiver.calls
     names: dict[str, Any] = {"secret": SECRET, "headers": headers, "body": body}
-    exec(compile(lines, "serving.md", "exec"), names)
+    exec(compile(lines, "webhooks.md", "exec"), names)
     assert (names["message"]["type"], names["message"]["data"]["id"]) == ("request.completed", request)
     with pytest.raises(WebhookVerificationError):
-        exec(compile(lines, "serving.md", "exec"), names | {"body": body.replace(b"completed", b"cancelled")})
+        exec(compile(lines, "webhooks.md", "exec"), names | {"body": body.replace(b"completed", b"cancelled")})
 
 
 def test_failed_webhook_is_retried_with_the_same_id(tmp_path: Path, receiver: Receiver) -> None:

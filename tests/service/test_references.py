@@ -22,7 +22,7 @@ def test_every_error_code_is_documented() -> None:
 
 
 def test_every_effective_parameter_is_documented() -> None:
-    page = DOCS.joinpath("reference-parameters.md").read_text()
+    page = DOCS.joinpath("parameters.md").read_text()
     for one in (
         one for medium in MODALITIES for one in medium.parameters if one.use not in NOT_USED and one.flag is not None
     ):

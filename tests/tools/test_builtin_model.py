@@ -11,7 +11,7 @@ from tools.shapes.score import generate, random_captions, score, serving_default
 
 FOLDER = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 FLOORS = {"single": 0.85, "relation": 0.75, "motion": 0.7, "held-out": 0.75}
-"""Of 20 captions each; docs/builtin-model.md has the measured scores, well above."""
+"""Of 20 captions each; docs/reference/builtin-model.md has the measured scores, well above."""
 
 
 @pytest.fixture(scope="module")

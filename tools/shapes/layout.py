@@ -3,7 +3,7 @@
 A picture's loss says little of it: not to know which of two things is where costs 0.03 of 0.37 in pure noise, where it
 is decided. And a transformer that is told relative positions alone must find out from noise where in the picture its
 patches lie. Asked directly, both learn it in a few hundred steps: the words that name a thing tell where it is, and
-patches tell where they are and what is on their side. docs/builtin-model.md has what was measured.
+patches tell where they are and what is on their side. docs/reference/builtin-model.md has what was measured.
 """
 
 from collections.abc import Callable

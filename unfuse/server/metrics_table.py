@@ -1,7 +1,7 @@
 """The table of all metrics: name, kind, labels, help, and how to read gauges.
 
 Counters and histograms are not read: `Metrics` changes them when the scheduler reports a transition. /metrics has the
-order of this table, and `docs/reference-metrics.md` is generated from it.
+order of this table, and `docs/reference/metrics.md` is generated from it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class MetricSpec(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     #: The names of its labels.
     labels: Labels
-    #: Its description in /metrics, and in `docs/reference-metrics.md`.
+    #: Its description in /metrics, and in `docs/reference/metrics.md`.
     help: str
     #: Returns the samples of a gauge, as (values of the labels, value).
     read: Callable[[Scrape], Samples] = lambda scrape: ()

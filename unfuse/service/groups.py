@@ -1,6 +1,6 @@
 """All settings, in small groups, each field with its description. `settings` loads them.
 
-The descriptions are shown in `--help` and, with the docstrings of the groups, in docs/settings.md.
+The descriptions are shown in `--help` and, with the docstrings of the groups, in docs/reference/settings.md.
 """
 
 from __future__ import annotations

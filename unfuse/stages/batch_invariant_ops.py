@@ -7,7 +7,7 @@ contiguous for one request is not contiguous for several, so another code path r
 
 On a CUDA device a row depends on the rest of its batch for products that sum many terms to few outputs, convolutions,
 and slices as above. It does not for attention, norms and pointwise functions. Measured on an H100 with torch 2.11, and
-not on other devices: docs/performance.md, "On a GPU".
+not on other devices: docs/reference/performance/gpu.md.
 
 `BatchInvariantOps` runs only these operations one request at a time.
 """
