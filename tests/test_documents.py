@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.references import refusals
-from tools.snippets import PAGES, ROOT, blocks, commands, page_id
+from tools.snippets import DOCS, PAGES, ROOT, blocks, commands, page_id
 from unfuse.core import parameters, pixels
 from unfuse.edge import connections, keys
 from unfuse.models import FAMILIES
@@ -129,41 +129,41 @@ def family_page(name: str) -> str:
 MIB = 1 << 20
 FACTS = [
     (
-        "docs/guides/network.md",
+        "guides/network.md",
         f"a body at most {body.MAX_BODY // MIB} MiB ({body.MAX_MEDIA_BODY // MIB} MiB where it may",
     ),
-    ("docs/guides/network.md", f"or as a form), {body.MAX_VALUES:,} values"),
-    ("docs/guides/network.md", f"at most {connections.MAX_HEADERS} headers, {connections.MAX_HEAD >> 10} KiB, and"),
-    ("docs/guides/network.md", f"{connections.MAX_TARGET >> 10} KiB of address"),
-    ("docs/guides/vision.md", f"at most {chats.MAX_FETCHED} a chat, of {body.MAX_BYTES // MIB} MiB, within"),
-    ("docs/guides/vision.md", f"may show {chats.MAX_MEDIA} pictures and videos of {body.MAX_BYTES // MIB} MiB and"),
+    ("guides/network.md", f"or as a form), {body.MAX_VALUES:,} values"),
+    ("guides/network.md", f"at most {connections.MAX_HEADERS} headers, {connections.MAX_HEAD >> 10} KiB, and"),
+    ("guides/network.md", f"{connections.MAX_TARGET >> 10} KiB of address"),
+    ("guides/vision.md", f"at most {chats.MAX_FETCHED} a chat, of {body.MAX_BYTES // MIB} MiB, within"),
+    ("guides/vision.md", f"may show {chats.MAX_MEDIA} pictures and videos of {body.MAX_BYTES // MIB} MiB and"),
     (
-        "docs/guides/vision.md",
+        "guides/vision.md",
         f"a body of {body.MAX_MEDIA_BODY // MIB} MiB, and {chats.MAX_PIXELS // 10**6} million pixels",
     ),
     (
-        "docs/guides/vision.md",
+        "guides/vision.md",
         f"at most {chats.MAX_FRAMES:,} frames, and 10¹⁰ pixels" * (chats.MAX_VIDEO_PIXELS == 10**10),
     ),
     (
-        "docs/guides/input-pictures.md",
+        "guides/input-pictures.md",
         f"{pixels.MAX_SIDE:,} pixels a side and {pixels.MAX_PIXELS // 10**6} million in all",
     ),
-    ("docs/guides/input-pictures.md", f"a `data:` URL (of {body.MAX_MEDIA_BODY // MIB} MiB of JSON)"),
-    ("docs/guides/keys.md", f"of at least {keys.MIN_KEY_CHARS} characters"),
-    ("docs/guides/network.md", "without a key for an hour" * (links.LINK_TTL_S == 3600)),
-    ("docs/guides/network.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LINK_TTL_S == 86400)),
-    ("docs/guides/webhooks.md", f"does not answer 2xx within {outbound_http.CALL_S:.0f} s"),
-    ("docs/guides/adapters.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED_NAMES == 8)),
-    ("docs/concepts/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),
-    ("docs/concepts/reliability.md", f"silent for {GONE} lease times"),
-    ("docs/architecture.md", f"at most {MAX_CACHED} entries"),
-    *((f"docs/guides/{family_page(name)}.md", f"`{name}`" if name.endswith("Pipeline") else name) for name in FAMILIES),
-    *(("docs/guides/transfer-engines.md", f"| `{name}`") for name in BACKENDS),
+    ("guides/input-pictures.md", f"a `data:` URL (of {body.MAX_MEDIA_BODY // MIB} MiB of JSON)"),
+    ("guides/keys.md", f"of at least {keys.MIN_KEY_CHARS} characters"),
+    ("guides/network.md", "without a key for an hour" * (links.LINK_TTL_S == 3600)),
+    ("guides/network.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LINK_TTL_S == 86400)),
+    ("guides/webhooks.md", f"does not answer 2xx within {outbound_http.CALL_S:.0f} s"),
+    ("guides/adapters.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED_NAMES == 8)),
+    ("concepts/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),
+    ("concepts/reliability.md", f"silent for {GONE} lease times"),
+    ("architecture.md", f"at most {MAX_CACHED} entries"),
+    *((f"guides/{family_page(name)}.md", f"`{name}`" if name.endswith("Pipeline") else name) for name in FAMILIES),
+    *(("guides/transfer-engines.md", f"| `{name}`") for name in BACKENDS),
 ]
 """Sentences with the numbers and names that the code has. A number in words is there only if the code's is the same."""
 
 
 @pytest.mark.parametrize(("page", "sentence"), FACTS)
 def test_numbers_and_names_in_pages_match_the_code(page: str, sentence: str) -> None:
-    assert sentence and sentence in " ".join((ROOT / page).read_text().split())
+    assert sentence and sentence in " ".join((DOCS / page).read_text().split())

@@ -1,4 +1,4 @@
-"""Draws the folders of the package by what they import, into docs/contributing/package-structure.md: `python -m tools.house`."""
+"""Draw the folders of the package by their imports, into the page about its structure: `python -m tools.house`."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ The metrics of `/metrics`. If API keys are configured, metrics with a tenant, mo
 each gateway, and every gateway has its own. Gauges describe the whole queue. The label `pool` is a pool's name: stage
 kind, component class, dtype, and a hash of weights and numerics, as in `denoise-flux-transformer-2d-bf16-3049ab12`.
 `unfuse pools` lists the models of each pool. `numerics` is the hash of the numerics alone. `model` is the name that
-clients use. See [the alerts](../../deploy/prometheus/alerts.yml) and the [runbook](../operations/runbook.md) for what to monitor.
+clients use. See [the alerts](../../deploy/prometheus/alerts.yml) and the [runbook](../operations/runbook.md) for what
+to monitor.
 {WRITTEN}
 
 """
@@ -198,9 +199,7 @@ ADVICE = {
     ),
     "stopping": "The server is shutting down. Repeat the call. Accepted requests continue if the queue is durable.",
     "target_too_long": "Send long values in the body.",
-    "timeout": (
-        "The client sent or read too slowly. See the limits in [network access](../guides/network.md#bounds-on-clients)."
-    ),
+    "timeout": ("The client sent or read too slowly. See [the limits](../guides/network.md#bounds-on-clients)."),
     "too_many_bodies": "Retry later. Too many clients are sending large bodies.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
     "weights_changed": (

@@ -14,7 +14,7 @@ __all__ = ["Address", "Server"]
 
 
 def users() -> list[list[str]]:
-    """What `docs/guides/choose-a-queue.md` has people type to make a user of Redis: of a queue, and more for a store."""
+    """Return the commands of `docs/guides/choose-a-queue.md` that make a user of Redis, for a queue and for a store."""
     page = "\n".join(blocks(ROOT / "docs" / "guides" / "choose-a-queue.md")).replace("\\\n", "")
     return [shlex.split(line)[1:] for line in page.splitlines() if line.startswith("redis-cli ")]
 

@@ -203,8 +203,8 @@ def split_recommendation(plan: ServingPlan) -> str:
     )
     return (
         "do not split: on one device stages take turns (0.53 to 0.96 of the throughput of the best undivided set-up, "
-        f"measured on two cores in docs/reference/performance/pipelines.md), and {extra_processes} more processes than undivided take "
-        f"{readable_bytes(extra_processes * PROCESS)} of host memory{gpu_memory}"
+        f"measured on two cores in docs/reference/performance/pipelines.md), and {extra_processes} more processes than "
+        f"undivided take {readable_bytes(extra_processes * PROCESS)} of host memory{gpu_memory}"
     )
 
 
