@@ -117,7 +117,7 @@ def test_unsupported_video_or_start_image_exits_2(
             "Width and height in pixels; auto: the model's default, in the aspect ratio of a start picture.",
         ),
         ("--steps", "Number of denoising steps. [1 to the model's max_steps]"),
-        ("--seed", "Seed of the first result, which the response contains; random if it is missing or -1."),
+        ("--seed", "Seed of the first result, which the response contains; random by default, or if it is -1."),
         ("--guidance", "Guidance scale: how closely the result follows the prompt. [0 to the model's max_guidance]"),
         ("--negative", "A description of what the result should not show."),
         ("--frames", "Length of a video, in frames."),

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from structlog.testing import capture_logs
 
 import unfuse as package
 from tests.cli.conftest import Run
 from tests.server.served import EVIDENCE, IDLE, PICTURES, POISON, Served, serve
+from tools.pages import parse_command
 from unfuse.cli import show
+from unfuse.cli.app import app
 from unfuse.cli.exit_codes import exit_code
 from unfuse.client import Client, connect
 from unfuse.core.compute_options import ComputeOptions
@@ -93,11 +98,54 @@ def test_removed_layout_flags_exit_2_and_name_their_replacement(
     assert replacement in err
 
 
-def test_help_lists_expert_flags_last(unfuse: Run) -> None:
-    out = unfuse("serve", "--help")[1]
-    expert = out[out.index("Expert:") :]
+def test_help_all_lists_expert_settings_that_help_omits(unfuse: Run) -> None:
+    usual, full = unfuse("serve", "--help")[1], unfuse("serve", "--help-all")[1]
+    expert = full[full.index("Expert:") :]
     assert all(flag in expert for flag in ("--dispatch", "--loop", "--collective-s"))
     assert "--order" not in expert and "--log-level" not in expert
+    assert "--help-all" in usual and not any(flag in usual for flag in ("Expert:", "--dispatch", "--collective-s"))
+
+
+def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All groups and verbs of the command line, with their paths."""
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands_of(command, (*path, name))
+
+
+COMMANDS = dict(commands_of(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_ends_with_an_example_that_the_command_line_accepts(unfuse: Run, path: tuple[str, ...]) -> None:
+    text = unfuse(*path, "--help")[1]
+    (example,) = re.findall(r"^Example:\n  (unfuse .+)\n\Z", text, re.MULTILINE)
+    program, *arguments = shlex.split(example)
+    assert tuple(arguments[: len(path)]) == path
+    parse_command(arguments)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_shows_the_default_of_every_option_with_a_value(path: tuple[str, ...]) -> None:
+    context = typer.Context(COMMANDS[path])
+    for option in COMMANDS[path].params:
+        if option.param_type_name == "option" and not (option.is_flag or option.required or option.hidden):
+            assert "default" in option.get_help_record(context)[1], option.opts
+
+
+def test_help_groups_the_verbs_under_headings(unfuse: Run) -> None:
+    text = unfuse("--help")[1]
+    headings = re.findall(r"^([A-Z].*):$", text, re.MULTILINE)
+    assert headings == [
+        "Options",
+        "Generate",
+        "Serve",
+        "Models and machines",
+        "Watch a server",
+        "Keys and settings",
+        "Example",
+    ]
+    assert text.index("Watch a server:") < text.index("\n  dead ") < text.index("Keys and settings:")
 
 
 @pytest.mark.parametrize(
@@ -485,7 +533,7 @@ def test_doctor_json_reports_models_placement_and_rejection(unfuse: Run) -> None
 
 @pytest.mark.parametrize("verb", ["serve", "worker", "doctor"])
 def test_serve_worker_and_doctor_accept_every_compute_option(unfuse: Run, verb: str) -> None:
-    text = unfuse(verb, "--help")[1]
+    text = unfuse(verb, "--help-all")[1]
     for field in ComputeOptions.__struct_fields__:
         assert f"--{field.replace('_', '-')} " in text
 

@@ -397,10 +397,13 @@ HELPS = """
 import contextlib, io, json, runpy, sys
 helps = {}
 for command in json.loads(sys.argv[1]):
-    sys.argv[1:] = [*command.split(), "--help"]
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        runpy.run_module("unfuse", run_name="__main__")
-    helps[command] = said.getvalue()
+    for flag in "--help", "--help-all":
+        sys.argv[1:] = [*command.split(), flag]
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+            runpy.run_module("unfuse", run_name="__main__")
+        helps[command] = said.getvalue() or helps[command]
+        if "--help-all" not in helps[command]:
+            break
 print(json.dumps(helps))
 """
 """One process for all commands, whose imports take a second."""
@@ -415,7 +418,10 @@ def helps_of(commands: list[str]) -> dict[str, str]:
 
 
 def commands_in(text: str) -> list[str]:
-    return re.findall(r"^  ([a-z]\S*) ", text.partition("\nCommands:\n")[2], re.MULTILINE)
+    """The verbs of a group, which its help has under several headings between its options and its example."""
+    usage, _, rest = text.partition("\n")
+    verbs = rest.partition("\n  -h, --help")[2].partition("\nExample:\n")[0]
+    return re.findall(r"^  ([a-z]\S*) ", verbs, re.MULTILINE) if "COMMAND" in usage else []
 
 
 def flags_of(text: str) -> list[str]:

@@ -32,6 +32,7 @@ class Renames(NamedTuple):
 HALVES = "what was the default happens always"
 MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees.py"
 COUNTED = "one plan says how many workers there are of each role: --workers encoder=1,denoiser=2,decoder=1"
+HELP = "expert settings are in this help only"
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 TOKENS = (
     "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
@@ -217,5 +218,11 @@ RENAMES = Renames(
             "--hold": LOADED,
         },
     },
-    added={"fields": {}, "metrics": {}, "labels": {}, "settings": {}, "flags": {"--max-loaded-models": LOADED}},
+    added={
+        "fields": {},
+        "metrics": {},
+        "labels": {},
+        "settings": {},
+        "flags": {"--max-loaded-models": LOADED, "--help-all": HELP},
+    },
 )

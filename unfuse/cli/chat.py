@@ -41,15 +41,28 @@ def chat(
             metavar="TEXT",
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.", metavar="TEXT")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of an answer.", min=1)] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the answers; -1 selects a random one.")] = None,
-    image: Annotated[
-        list[Path] | None, typer.Option(help="Picture to send with the first message; may be repeated.", metavar="FILE")
+    model: Annotated[
+        str | None,
+        typer.Option("-m", "--model", help="Model to use: a name, folder or hub id. [default: that of the server]"),
     ] = None,
-    schema: Annotated[Path | None, typer.Option(help="JSON schema that answers must match.", metavar="FILE")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt. [default: none]", metavar="TEXT")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Maximum number of tokens of an answer. [default: up to the context length]", min=1),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy. [default: the model's]", min=0)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the answers; -1 selects a random one. [default: random]")
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="Picture to send with the first message; may be repeated. [default: none]", metavar="FILE"),
+    ] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="JSON schema that answers must match. [default: none]", metavar="FILE")
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(help="Server to use, also by UNFUSE_SERVER; by default, workers start for this chat only."),
@@ -63,6 +76,8 @@ def chat(
 
     A line that is refused, or is not UTF-8, is left out of the conversation, which continues. If lines come from a file
     or a pipe, the exit code is then that of the first refusal.
+
+    Example: unfuse chat -m smollm2 "What is the capital of France?"
     """
     require_files([("--image", file) for file in image or ()])
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}

@@ -41,7 +41,9 @@ def compare(
     ] = "1,4,16",
     rounds: Annotated[int, typer.Option(help="Number of requests whose latency is measured.", min=1)] = 5,
     prompt: Annotated[str, typer.Option(help="Prompt of the requests.")] = "a red circle on white",
-    image: Annotated[Path | None, typer.Option(help="Reference image, for a model that takes one.")] = None,
+    image: Annotated[
+        Path | None, typer.Option(help="Reference image, for a model that takes one. [default: none]")
+    ] = None,
     config: Config = None,
     json: Json = False,
 ) -> None:

@@ -11,7 +11,10 @@ from unfuse.cli.verbs import OFFERED, CommandRegistry, Config, Json
 from unfuse.service.groups import Settings
 from unfuse.service.settings import FIELDS, ByteSize, SettingField, load
 
-app = CommandRegistry("Show the settings and where they are set.")
+app = CommandRegistry(
+    "Show the settings and where they are set.",
+    example="unfuse config show",
+)
 
 #: The text that replaces a secret.
 HIDDEN = "********"
@@ -22,7 +25,10 @@ PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")
 
 @app.verb()
 def show(terminal: Terminal, config: Config = None, json: Json = False) -> None:
-    """List every setting with its value, the value's source, its flag and environment variable."""
+    """List every setting with its value, the value's source, its flag and environment variable.
+
+    Example: unfuse config show --config unfuse.toml
+    """
     loaded = load(terminal.flags, config)
     rows = [
         {

@@ -49,6 +49,8 @@ def doctor(
     Reads files and headers only, no weights. With --scheduler it checks instead whether workers of this machine can use
     that scheduler. --device-memory may name devices that this machine does not have: then the plan is for a machine
     with exactly these devices.
+
+    Example: unfuse doctor black-forest-labs/FLUX.1-dev --device-memory cuda:0=24GiB
     """
     from unfuse.planning.machine import devices_to_size, inspect_machine
     from unfuse.service.addresses import running, transfers
@@ -214,6 +216,8 @@ def disk(terminal: Terminal, config: Config = None, json: Json = False) -> None:
     """Show the disk use of results, queue, copies and models, and what may be deleted.
 
     Data that is not on this machine is listed without its size.
+
+    Example: unfuse disk --json
     """
     from unfuse.service.disk import disk_use
 

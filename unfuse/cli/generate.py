@@ -33,7 +33,14 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(help="Prompt of the picture or video; - reads it from standard input.", metavar="PROMPT")
     ],
-    model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "-m",
+            "--model",
+            help="Model to use: a name, folder or hub id. [default: that of the server, else unfuse/shapes]",
+        ),
+    ] = None,
     output: Annotated[
         Path,
         typer.Option(
@@ -45,14 +52,18 @@ def generate(
     ] = Path("out.png"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     image: Annotated[
-        list[Path] | None, typer.Option(help="Picture to start from; may be repeated.", metavar="FILE")
+        list[Path] | None, typer.Option(help="Picture to start from; may be repeated. [default: none]", metavar="FILE")
     ] = None,
     mask: Annotated[
         Path | None,
-        typer.Option(help="Picture of the same size as --image, whose transparent parts are redrawn.", metavar="FILE"),
+        typer.Option(
+            help="Picture of the same size as --image, whose transparent parts are redrawn. [default: none]",
+            metavar="FILE",
+        ),
     ] = None,
     last_frame: Annotated[
-        Path | None, typer.Option(help="Last frame of a video, whose first frame is --image.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Last frame of a video, whose first frame is --image. [default: none]", metavar="FILE"),
     ] = None,
     server: Annotated[
         str | None,
@@ -66,6 +77,8 @@ def generate(
 
     Parameters that are not set have the model's own defaults. Ctrl-C cancels the request, keeps the pictures that are
     finished, and stops the workers that the command started.
+
+    Example: unfuse generate "a red circle on white" -o circle.png --seed 1
     """
     format, video = kind_of(output, overwrite)
     if not video and (modality_for(asked) is VIDEO or "fps" in asked):

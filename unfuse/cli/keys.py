@@ -13,7 +13,8 @@ from unfuse.cli.verbs import CommandRegistry, Config, Json
 from unfuse.service.settings import load
 
 app = CommandRegistry(
-    "Manage API keys, and create the keys by which schedulers and workers authenticate each other (`new`)."
+    "Manage API keys, and create the keys by which schedulers and workers authenticate each other (`new`).",
+    example="unfuse keys add anna --rate 60/min",
 )
 
 File = Annotated[
@@ -31,6 +32,8 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to write the keys to
     Pass the folder to both as --keys DIR.
 
     Copy scheduler.key to the machines of schedulers and worker.key to those of workers; each is a secret.
+
+    Example: unfuse keys new /etc/unfuse/keys
     """
     from unfuse.wire.keys import SIDES, create_keys
 
@@ -56,7 +59,8 @@ def add(
         str, typer.Option("--models", help="Models that the key may use, like a,b [default: all].", metavar="NAMES")
     ] = "",
     rate: Annotated[
-        str, typer.Option("--rate", help="Maximum rate of new requests, like 60/min.", metavar="N/TIME")
+        str,
+        typer.Option("--rate", help="Maximum rate of new requests, like 60/min. [default: no limit]", metavar="N/TIME"),
     ] = "",
     concurrent: Annotated[
         int,

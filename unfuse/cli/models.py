@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from unfuse.weights.hub import DownloadProgress
 
 
-app = CommandRegistry("Manage the models of a server, and list the models that this machine could serve.")
+app = CommandRegistry(
+    "Manage the models of a server, and list the models that this machine could serve.",
+    example="unfuse models add /models/mine --name mine",
+)
 
 #: Seconds between two requests for the state of a loading model.
 CHECK_INTERVAL_S = 0.5
@@ -40,6 +43,8 @@ def ls(server: Server = None, api_key: ApiKey = None, config: Config = None, jso
 
     The latter come with unfuse, are installed, or are in the cache of the hub. Any other folder, GGUF file or hub name
     of a listed family can be served too. They are listed only if the server packages are installed.
+
+    Example: unfuse models ls --json
     """
     served: list[dict[str, Any]] = []
     can_serve = not missing_here()
@@ -184,6 +189,8 @@ def pull(
     An interrupted download resumes where it stopped.
 
     A machine whose workers have only some roles needs only the weights of these roles (--role).
+
+    Example: unfuse pull black-forest-labs/FLUX.1-dev --role encoder
     """
     from unfuse.models import fetch
 
@@ -214,7 +221,10 @@ _POOL_COLUMNS = ["id", "state", "models", "workers", "slots", "leased", "waiting
 
 
 def workers(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """List the workers that are registered at a server."""
+    """List the workers that are registered at a server.
+
+    Example: unfuse workers --server http://127.0.0.1:8000
+    """
     with connecting.client(server, api_key, config) as client:
         rows = client.workers()
     table_rows = rows if json else [{**row, "ranks": _rank_seconds(row.get("ranks", ()))} for row in rows]
@@ -233,7 +243,10 @@ def _rank_seconds(ranks: Sequence[Mapping[str, float]]) -> str:
 
 
 def pools(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """List the pools of a server, and the number of tasks that wait in each."""
+    """List the pools of a server, and the number of tasks that wait in each.
+
+    Example: unfuse pools --json
+    """
     with connecting.client(server, api_key, config) as client:
         rows = client.pools()
     show.listing(rows, _POOL_COLUMNS, "no pool: no model is served", json)

@@ -18,13 +18,15 @@ def operator(
     ] = None,
     image: Annotated[str, typer.Option(help="Container image for pipelines that set none.")] = f"unfuse:{__version__}",
     health: Annotated[
-        str, typer.Option(help="Address at which liveness probes are answered.", metavar="HOST:PORT")
+        str, typer.Option(help="Address at which liveness probes are answered. [default: none]", metavar="HOST:PORT")
     ] = "",
 ) -> None:
     """Run the Kubernetes operator for DiffusionPipelines and DiffusionPools.
 
     Pods that serve requests do not depend on it. One of several operators is active, the others wait; with
     --namespace, run only one.
+
+    Example: unfuse operator --namespace unfuse
     """
     import asyncio
 

@@ -9,7 +9,10 @@ import typer
 from unfuse.cli import connecting, show as shown
 from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server
 
-app = CommandRegistry("List, show and cancel requests of a server.")
+app = CommandRegistry(
+    "List, show and cancel requests of a server.",
+    example="unfuse requests ls --status failed",
+)
 
 #: The most characters of a prompt in a table.
 PROMPT_CHARS = 40
@@ -19,12 +22,12 @@ Limit = Annotated[int, typer.Option(help="Maximum number of requests.", min=1, m
 Wide = Annotated[
     bool, typer.Option("--wide", help="Also show the tenant, device seconds, cost and the beginning of the prompt.")
 ]
-After = Annotated[str | None, typer.Option(help="Start after the request with this ID.", metavar="ID")]
+After = Annotated[str | None, typer.Option(help="Start after the request with this ID. [default: none]", metavar="ID")]
 
 
 @app.verb()
 def ls(
-    status: Annotated[str | None, typer.Option(help="List only requests with this status.")] = None,
+    status: Annotated[str | None, typer.Option(help="List only requests with this status. [default: all]")] = None,
     limit: Limit = 100,
     after: After = None,
     wide: Wide = False,
@@ -33,7 +36,10 @@ def ls(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """List requests, newest first, finished ones included."""
+    """List requests, newest first, finished ones included.
+
+    Example: unfuse requests ls --status failed
+    """
     with connecting.client(server, api_key, config) as client:
         rows = client.requests(status=status, limit=limit, after=after)
     columns = ["id", "status", "stage", "step", "steps", "model", "created_at"]
@@ -45,14 +51,20 @@ def ls(
 
 @app.verb()
 def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Show one request with its stages."""
+    """Show one request with its stages.
+
+    Example: unfuse requests show req_0123456789abcdef --json
+    """
     with connecting.client(server, api_key, config) as client:
         print_request(client.request(id).view, json)
 
 
 @app.verb()
 def cancel(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Cancel a request; its running stages stop at the next step."""
+    """Cancel a request; its running stages stop at the next step.
+
+    Example: unfuse requests cancel req_0123456789abcdef
+    """
     with connecting.client(server, api_key, config) as client:
         print_request(client.request(id).cancel(), json)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter
@@ -127,8 +128,7 @@ def option_of(name: str, **typer_options: Any) -> Any:
     `typer_options`: further arguments of `typer.Option`.
     """
     field = FIELDS[name]
-    default = ByteSize(field.default) if field.unit == "byte" else field.default
-    suffix = "" if default in ((), "") or default is True else f" [default: {cell(default)}]"
+    suffix = _default_suffix(field)
     flag = field.flag
     if isinstance(field.default, bool):
         flag += f"/--no-{flag.removeprefix('--')}"
@@ -137,6 +137,13 @@ def option_of(name: str, **typer_options: Any) -> Any:
     return typer.Option(
         flag, help=field.description + suffix, show_default=False, rich_help_panel=_panel(name), **typer_options
     )
+
+
+def _default_suffix(field: SettingField) -> str:
+    """Return the part of a help text that shows the default, or "" if the description names it."""
+    if field.default in ((), ""):
+        return "" if "default" in field.description else " [default: none]"
+    return f" [default: {cell(ByteSize(field.default) if field.unit == 'byte' else field.default)}]"
 
 
 def _metavar(field: SettingField) -> str | None:
@@ -209,13 +216,18 @@ def _cli_type(name: str) -> Any:
 Json = Annotated[
     bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.", rich_help_panel=LOGGING)
 ]
-Config = Annotated[Path | None, typer.Option("--config", help="Settings file, such as unfuse.toml.", metavar="FILE")]
+Config = Annotated[
+    Path | None, typer.Option("--config", help="Settings file, such as unfuse.toml. [default: none]", metavar="FILE")
+]
 Server = Annotated[str | None, option_of("server", metavar="URL")]
 ApiKey = Annotated[str | None, option_of("api_key", metavar="KEY")]
 
 
 #: The types of parameters that the command line parses, by kind. All other kinds are text.
 TYPES = {"integer": int, "number": float, "flag": bool, "scaled": list[str]}
+
+#: What applies if a parameter without a default is not set, by kind.
+DEFAULTS = defaultdict(lambda: "the model's", scaled="none", form="none")
 
 #: The parameters of picture and video requests that have a flag, by name.
 LINES = {parameter.name: parameter for medium in (IMAGE, VIDEO) for parameter in medium.parameters if parameter.offered}
@@ -244,7 +256,9 @@ def parameter_help(parameter: RequestParameter) -> str:
     """Return the help text of a parameter: its description, bounds and default."""
     parts = [f"{parameter.description[:1].upper()}{parameter.description[1:]}."]
     parts += [f"[{parameter.bounds}]"] if parameter.bounds else []
-    parts += [f"[default: {parameter.default}]"] if parameter.default not in (None, "") else []
+    if "default" not in parameter.description:
+        has_default = parameter.default not in (None, "")
+        parts.append(f"[default: {parameter.default if has_default else DEFAULTS[parameter.kind]}]")
     return " ".join(parts)
 
 
@@ -282,7 +296,36 @@ def _print_version(is_used: bool) -> None:
 VERSION = typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
 QUIET = typer.Option("-q", "--quiet", help="Write only errors to standard error.", rich_help_panel=LOGGING)
 
-#: The options that all verbs have.
+
+def is_expert(option: Any) -> bool:
+    """Return whether an option is in the help only with `--help-all`."""
+    return getattr(option, "rich_help_panel", None) == EXPERT
+
+
+#: The key of a context whose help lists expert settings.
+SHOWS_EXPERT_SETTINGS = "unfuse.expert"
+
+
+def _print_full_help(context: typer.Context, is_used: bool) -> None:
+    """Print the help with expert settings and exit, if the flag `--help-all` is used."""
+    if is_used:
+        context.meta[SHOWS_EXPERT_SETTINGS] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+FULL_HELP = typer.Option(
+    "--help-all",
+    is_eager=True,
+    callback=_print_full_help,
+    help="Show this message with expert settings and exit.",
+)
+
+#: The option that all verbs have besides SHARED. Its callback prints, so a verb does not get its value.
+FULL_HELP_PARAMETER = Parameter("help_all", KEYWORD_ONLY, default=False, annotation=Annotated[bool, FULL_HELP])
+
+
+#: The options that all verbs and groups have.
 SHARED = (
     Parameter("context", KEYWORD_ONLY, annotation=typer.Context),
     parameter_of("log.level"),
@@ -292,8 +335,29 @@ SHARED = (
 )
 
 
-class PanelCommand(TyperCommand):
-    """A command whose help lists its options under headings, in the order of PANELS."""
+class ExampleEpilog:
+    """A command whose help ends with an example."""
+
+    epilog: str | None
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the example in one line, which a reader can copy."""
+        if self.epilog:
+            with formatter.section("Example"):
+                formatter.write(f"  {self.epilog}\n")
+
+
+def split_example(docstring: str | None) -> tuple[str, str]:
+    """Return a docstring without its last paragraph `Example: …`, and the command of that paragraph, or ""."""
+    description, _, example = inspect.cleandoc(docstring or "").partition("\n\nExample: ")
+    return description, example
+
+
+class PanelCommand(ExampleEpilog, TyperCommand):
+    """A command whose help lists its options under headings, in the order of PANELS.
+
+    Expert settings are listed by `--help-all` only.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raises UsageError, which names the replacement, for a removed flag."""
@@ -305,8 +369,14 @@ class PanelCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the help on arguments and options."""
         sections: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], OPTIONS: [], **{name: [] for name in PANELS}}
-        for parameter in self.get_params(ctx):
+        parameters = self.get_params(ctx)
+        has_expert_settings = any(map(is_expert, parameters))
+        for parameter in parameters:
             default_title = ARGUMENTS if parameter.param_type_name == "argument" else OPTIONS
+            if is_expert(parameter) and SHOWS_EXPERT_SETTINGS not in ctx.meta:
+                continue
+            if parameter.name == FULL_HELP_PARAMETER.name and not has_expert_settings:
+                continue
             if record := parameter.get_help_record(ctx):
                 sections[getattr(parameter, "rich_help_panel", None) or default_title].append(record)
         for title, records in sections.items():
@@ -315,8 +385,8 @@ class PanelCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
-class CommandGroup(TyperGroup):
-    """A group of verbs whose help shows whole sentences, and that suggests verbs for synonyms."""
+class CommandGroup(ExampleEpilog, TyperGroup):
+    """A group of verbs whose help lists them under headings, and that suggests verbs for synonyms."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the called verb. Raises UsageError, which names the right verb, for a synonym."""
@@ -328,12 +398,18 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the help on the verbs."""
-        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, verb.get_short_help_str(sys.maxsize)) for name, verb in verbs if verb and not verb.hidden]
-            )
+        """Write the help on the verbs, under their headings in the order of registration."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            verb = self.get_command(ctx, name)
+            if verb and not verb.hidden:
+                heading = getattr(verb, "rich_help_panel", None) or "Commands"
+                sections.setdefault(heading, []).append((name, verb.get_short_help_str(sys.maxsize)))
+
+        longest_name = max(len(name) for records in sections.values() for name, _ in records)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(longest_name), description) for name, description in records])
 
 
 class CommandRegistry(typer.Typer):
@@ -342,10 +418,11 @@ class CommandRegistry(typer.Typer):
     A function with a parameter `terminal` gets a Terminal with the log level and format of these options.
     """
 
-    def __init__(self, help: str, **typer_options: Any) -> None:
+    def __init__(self, help: str, *, example: str, **typer_options: Any) -> None:
         context_settings = {"help_option_names": ["-h", "--help"]}
         super().__init__(
             help=help,
+            epilog=example,
             no_args_is_help=True,
             pretty_exceptions_enable=False,
             rich_markup_mode=None,
@@ -362,16 +439,21 @@ class CommandRegistry(typer.Typer):
         return function
 
     def verb(
-        self, default_level: str = "warning", *, server: bool = False
+        self, default_level: str = "warning", *, server: bool = False, heading: str | None = None
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Return a decorator that makes a function a verb.
 
         `default_level`: its log level for the setting "auto".
         `server`: whether it needs the packages of a server.
+        `heading`: the heading of the verb in the help of its group.
+
+        The last paragraph of the function's docstring, `Example: …`, is the end of the verb's help.
         """
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
-            self.command(cls=PanelCommand)(_with_terminal(function, default_level, server))
+            description, example = split_example(function.__doc__)
+            register = self.command(cls=PanelCommand, help=description, epilog=example, rich_help_panel=heading)
+            register(_with_terminal(function, default_level, server))
             return function
 
         return decorate
@@ -423,6 +505,7 @@ def _with_terminal(function: Callable[..., None], default_level: str, server: bo
         if server:
             require_server(f"`{context.command_path}`")
         _store_shared_options(**{shared.name: arguments.pop(shared.name) for shared in SHARED})
+        arguments.pop(FULL_HELP_PARAMETER.name)
         if "terminal" in signature.parameters:
             flags = {name: value for name, value in context.obj.items() if name in FIELDS}
             log = load(flags, arguments.get("config")).settings.log
@@ -432,7 +515,7 @@ def _with_terminal(function: Callable[..., None], default_level: str, server: bo
     parameters = (
         parameter.replace(kind=KEYWORD_ONLY) for name, parameter in signature.parameters.items() if name != "terminal"
     )
-    return _with_signature(wrapper, (*parameters, *SHARED))
+    return _with_signature(wrapper, (*parameters, *SHARED, FULL_HELP_PARAMETER))
 
 
 def _with_signature(function: Callable[..., None], parameters: Sequence[Parameter]) -> Callable[..., None]:

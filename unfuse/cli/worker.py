@@ -59,6 +59,8 @@ def worker(
     """Run one worker for a scheduler, or with --workers all workers of this machine.
 
     SIGTERM or Ctrl-C saves or finishes running tasks, then stops. A second signal stops at once.
+
+    Example: unfuse worker --role denoiser --device cuda:0 --scheduler tcp://10.0.0.1:8001
     """
     import uvloop
 

@@ -302,7 +302,7 @@ COMMON = (
         MIN_SEED,
         MAX_SEED,
         use="request",
-        description="seed of the first result, which the response contains; random if it is missing or -1",
+        description="seed of the first result, which the response contains; random by default, or if it is -1",
     ),
     Parameter(
         "lora",

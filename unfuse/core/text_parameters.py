@@ -443,7 +443,7 @@ TEXT = Modality(
             MIN_SEED,
             MAX_SEED,
             use="request",
-            description="seed of the first choice, which the response contains; random if it is missing or -1",
+            description="seed of the first choice, which the response contains; random by default, or if it is -1",
         ),
         Parameter("n", "integer", 1, "max_n", use="request", default=1, description="number of choices"),
         Parameter("stream", "flag", use="delivery", description="stream the response as server-sent events"),
