@@ -50,7 +50,7 @@ def doctor(
     that scheduler. --device-memory may name devices that this machine does not have: then the plan is for a machine
     with exactly these devices.
 
-    Example: unfuse doctor black-forest-labs/FLUX.1-dev --device-memory cuda:0=24GiB
+    Example: unfuse doctor unfuse/shapes --device-memory cuda:0=24GiB
     """
     from unfuse.planning.machine import devices_to_size, inspect_machine
     from unfuse.service.addresses import running, transfers

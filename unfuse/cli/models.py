@@ -190,7 +190,7 @@ def pull(
 
     A machine whose workers have only some roles needs only the weights of these roles (--role).
 
-    Example: unfuse pull black-forest-labs/FLUX.1-dev --role encoder
+    Example: unfuse pull owner/model --role encoder
     """
     from unfuse.models import fetch
 

@@ -102,7 +102,7 @@ def serve(
     SIGTERM or Ctrl-C stops accepting requests and saves running tasks, which resume after the next start. A second
     signal stops at once.
 
-    Example: unfuse serve black-forest-labs/FLUX.1-dev --port 8000
+    Example: unfuse serve unfuse/shapes --port 8000
     """
     started_at = time.monotonic()
     loaded = load({**flags, "serve.models": models or None}, config)

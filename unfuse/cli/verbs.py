@@ -140,7 +140,7 @@ def option_of(name: str, **typer_options: Any) -> Any:
 
 
 def _default_suffix(field: SettingField) -> str:
-    """Return the part of a help text that shows the default, or "" if the description names it."""
+    """Return the default as the end of a help text, or "" if the description names it."""
     if field.default in ((), ""):
         return "" if "default" in field.description else " [default: none]"
     return f" [default: {cell(ByteSize(field.default) if field.unit == 'byte' else field.default)}]"
@@ -348,7 +348,10 @@ class ExampleEpilog:
 
 
 def split_example(docstring: str | None) -> tuple[str, str]:
-    """Return a docstring without its last paragraph `Example: …`, and the command of that paragraph, or ""."""
+    """Split a docstring into its description and its example.
+
+    The example is the command in the last paragraph, `Example: COMMAND`, or "".
+    """
     description, _, example = inspect.cleandoc(docstring or "").partition("\n\nExample: ")
     return description, example
 
@@ -386,7 +389,10 @@ class PanelCommand(ExampleEpilog, TyperCommand):
 
 
 class CommandGroup(ExampleEpilog, TyperGroup):
-    """A group of verbs whose help lists them under headings, and that suggests verbs for synonyms."""
+    """A group of verbs with headings in its help.
+
+    It suggests the right verb for a synonym.
+    """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the called verb. Raises UsageError, which names the right verb, for a synonym."""
