@@ -24,6 +24,26 @@ if TYPE_CHECKING:
     from unfuse.service.plan import ServingPlan
 
 
+StartPictures = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="Picture to start from; may be repeated. [default: none]", metavar="FILE"),
+]
+Mask = Annotated[
+    Path | None,
+    typer.Option(
+        "--mask",
+        help="Picture of the same size as --image, whose transparent parts are redrawn. [default: none]",
+        metavar="FILE",
+    ),
+]
+LastFrame = Annotated[
+    Path | None,
+    typer.Option(
+        "--last-frame", help="Last frame of a video, whose first frame is --image. [default: none]", metavar="FILE"
+    ),
+]
+
+
 @setting_options(*PLACING, *COMPUTE, "serve.loras")
 @parameter_options()
 def generate(
@@ -51,20 +71,9 @@ def generate(
         ),
     ] = Path("out.png"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
-    image: Annotated[
-        list[Path] | None, typer.Option(help="Picture to start from; may be repeated. [default: none]", metavar="FILE")
-    ] = None,
-    mask: Annotated[
-        Path | None,
-        typer.Option(
-            help="Picture of the same size as --image, whose transparent parts are redrawn. [default: none]",
-            metavar="FILE",
-        ),
-    ] = None,
-    last_frame: Annotated[
-        Path | None,
-        typer.Option(help="Last frame of a video, whose first frame is --image. [default: none]", metavar="FILE"),
-    ] = None,
+    image: StartPictures = None,
+    mask: Mask = None,
+    last_frame: LastFrame = None,
     server: Annotated[
         str | None,
         typer.Option(help="Server to use, also by UNFUSE_SERVER; by default, workers start for this request only."),

@@ -140,7 +140,10 @@ def option_of(name: str, **typer_options: Any) -> Any:
 
 
 def _default_suffix(field: SettingField) -> str:
-    """Return the default as the end of a help text, or "" if the description names it."""
+    """Return the default as the end of a help text.
+
+    It is "" if the description already names the default.
+    """
     if field.default in ((), ""):
         return "" if "default" in field.description else " [default: none]"
     return f" [default: {cell(ByteSize(field.default) if field.unit == 'byte' else field.default)}]"
