@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -266,6 +267,7 @@ def test_serve_rejects_an_unusable_address_before_inspecting_models(
     def look(options: object) -> None:
         raise AssertionError("it looked into the model")
 
+    importlib.import_module("unfuse.service.service")  # which copies the function when it is first imported
     monkeypatch.setattr("unfuse.service.options.plan_service", look)
     code, _, err = unfuse("serve", "--workers", "none", "--host", "0.0.0.0", "--port", "0")
     assert (code, "set --api-keys FILE or --api-key KEY" in err) == (2, True)

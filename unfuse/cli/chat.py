@@ -30,6 +30,26 @@ CHECK_INTERVAL_S = 0.2
 MAX_IMAGE = 24 << 20
 
 
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", help="Maximum number of tokens of an answer. [default: up to the context length]", min=1
+    ),
+]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", help="Sampling temperature; 0 is greedy. [default: the model's]", min=0)
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", help="Seed of the answers; -1 selects a random one. [default: random]")
+]
+Pictures = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image", help="Picture to send with the first message; may be repeated. [default: none]", metavar="FILE"
+    ),
+]
+
+
 @setting_options(*PLACING, *COMPUTE)
 def chat(
     flags: dict[str, Any],
@@ -46,20 +66,10 @@ def chat(
         typer.Option("-m", "--model", help="Model to use: a name, folder or hub id. [default: that of the server]"),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt. [default: none]", metavar="TEXT")] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Maximum number of tokens of an answer. [default: up to the context length]", min=1),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy. [default: the model's]", min=0)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the answers; -1 selects a random one. [default: random]")
-    ] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(help="Picture to send with the first message; may be repeated. [default: none]", metavar="FILE"),
-    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    image: Pictures = None,
     schema: Annotated[
         Path | None, typer.Option(help="JSON schema that answers must match. [default: none]", metavar="FILE")
     ] = None,
