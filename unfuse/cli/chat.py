@@ -30,6 +30,11 @@ CHECK_INTERVAL_S = 0.2
 MAX_IMAGE = 24 << 20
 
 
+Model = Annotated[
+    str | None,
+    typer.Option("-m", "--model", help="Model to use: a name, folder or hub id. [default: that of the server]"),
+]
+System = Annotated[str | None, typer.Option("--system", help="System prompt. [default: none]", metavar="TEXT")]
 MaxTokens = Annotated[
     int | None,
     typer.Option(
@@ -61,11 +66,8 @@ def chat(
             metavar="TEXT",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("-m", "--model", help="Model to use: a name, folder or hub id. [default: that of the server]"),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt. [default: none]", metavar="TEXT")] = None,
+    model: Model = None,
+    system: System = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
