@@ -129,12 +129,12 @@ def family_page(name: str) -> str:
 MIB = 1 << 20
 FACTS = [
     (
-        "guides/network.md",
-        f"a body at most {body.MAX_BODY // MIB} MiB ({body.MAX_MEDIA_BODY // MIB} MiB where it may",
+        "guides/client-limits.md",
+        f"at most {body.MAX_BODY // MIB} MiB; {body.MAX_MEDIA_BODY // MIB} MiB where it may hold pictures",
     ),
-    ("guides/network.md", f"or as a form), {body.MAX_VALUES:,} values"),
-    ("guides/network.md", f"at most {connections.MAX_HEADERS} headers, {connections.MAX_HEAD >> 10} KiB, and"),
-    ("guides/network.md", f"{connections.MAX_TARGET >> 10} KiB of address"),
+    ("guides/client-limits.md", f"values in a body | at most {body.MAX_VALUES:,}"),
+    ("guides/client-limits.md", f"at most {connections.MAX_HEADERS} headers, {connections.MAX_HEAD >> 10} KiB, and"),
+    ("guides/client-limits.md", f"{connections.MAX_TARGET >> 10} KiB of address"),
     ("guides/vision.md", f"at most {chats.MAX_FETCHED} a chat, of {body.MAX_BYTES // MIB} MiB, within"),
     ("guides/vision.md", f"may show {chats.MAX_MEDIA} pictures and videos of {body.MAX_BYTES // MIB} MiB and"),
     (
@@ -151,8 +151,11 @@ FACTS = [
     ),
     ("guides/input-pictures.md", f"a `data:` URL (of {body.MAX_MEDIA_BODY // MIB} MiB of JSON)"),
     ("guides/keys.md", f"of at least {keys.MIN_KEY_CHARS} characters"),
-    ("guides/network.md", "without a key for an hour" * (links.LINK_TTL_S == 3600)),
-    ("guides/network.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LINK_TTL_S == 86400)),
+    ("guides/client-limits.md", "without a key for an hour" * (links.LINK_TTL_S == 3600)),
+    (
+        "guides/client-limits.md",
+        "Links in webhook messages are valid for a day" * (links.WEBHOOK_LINK_TTL_S == 86400),
+    ),
     ("guides/webhooks.md", f"does not answer 2xx within {outbound_http.CALL_S:.0f} s"),
     ("guides/adapters.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED_NAMES == 8)),
     ("concepts/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),

@@ -199,7 +199,7 @@ ADVICE = {
     ),
     "stopping": "The server is shutting down. Repeat the call. Accepted requests continue if the queue is durable.",
     "target_too_long": "Send long values in the body.",
-    "timeout": ("The client sent or read too slowly. See [the limits](../guides/network.md#bounds-on-clients)."),
+    "timeout": ("The client sent or read too slowly. See [the limits](../guides/client-limits.md#bounds-on-clients)."),
     "too_many_bodies": "Retry later. Too many clients are sending large bodies.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
     "weights_changed": (

@@ -34,7 +34,8 @@ threads = 2
 bytes = "1GiB"
 ```
 
-[How to choose a layout](../guides/choose-a-layout.md) has the grammar of `--workers`, `--place` and `--parallel`.
+[Choose which workers run where](../guides/choose-a-layout.md) has the grammar of `--workers`, `--place` and
+`--parallel`.
 This page is written by `python -m tools.settings_page`.
 """
 

@@ -17,9 +17,10 @@ import pytest
 from tests.netns import ROOT, SecondHost, second_host
 from tools.addresses import free_port
 from tools.server import Server, all_gone, environment, family_of, until
+from tools.snippets import blocks
 
-PAGE = (ROOT / "docs" / "guides" / "two-machines.md").read_text()
-COMMANDS = re.findall(r"^    (\S.*)$", PAGE, re.MULTILINE)
+PAGE = ROOT / "docs" / "guides" / "two-machines.md"
+COMMANDS = [line.removeprefix("$ ") for block in blocks(PAGE) for line in block.splitlines()]
 PROGRAMS = {
     "unfuse": f'export PYTHONPATH="$BEFORE$PYTHONPATH"; exec {sys.executable} -m unfuse "$@"',
     "ssh": 'shift; cd "$SECOND" && exec "$@"',
