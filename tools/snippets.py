@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "examples" / "README.md",
     *(path for path in sorted(DOCS.rglob("*.md")) if path.name != "log.md" and path.parent.name != "decisions"),
 ]
@@ -19,7 +20,7 @@ PAGES = [
 
 def blocks(page: Path) -> list[str]:
     """The blocks of a page that are indented by four, or fenced, without that."""
-    text = re.sub(r"^```(\S*)\n(.*?)^```$", _indented, page.read_text(), flags=re.M | re.S)
+    text = re.sub(r"^```(\S*)[^\n]*\n(.*?)^```$", _indented, page.read_text(), flags=re.M | re.S)
     found = re.findall(r"(?:^\n|\A)((?:^    .*\n(?:\n(?=    ))?)+)", text, re.MULTILINE)
     return [re.sub(r"^    ", "", block, flags=re.MULTILINE).rstrip() for block in found]
 
