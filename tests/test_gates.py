@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.house import BEGIN, END, PAGE, drawing, parsed
+from tools.house import PAGE, parsed, used, with_imports
 from tools.statements import statements
 
 ROOT = Path(__file__).parents[1]
@@ -186,5 +186,7 @@ def test_imports_are_found_at_any_nesting_level() -> None:
     assert imported(ast.parse(said)) == {"os", "bench", "tests", "unfuse"}
 
 
-def test_architecture_drawing_is_up_to_date() -> None:
-    assert BEGIN + drawing() + END in PAGE.read_text(), "run: python -m tools.house"
+def test_listed_imports_of_folders_are_those_of_the_code() -> None:
+    page = PAGE.read_text()
+    assert with_imports(page) == page, "run: python -m tools.house"
+    assert [folder for folder in used() if f"| `{folder}/` |" not in page] == []

@@ -1,16 +1,17 @@
-"""Draw the folders of the package by their imports, into the page about its structure: `python -m tools.house`."""
+"""List the imports of each folder of the package, in the page about its structure: `python -m tools.house`."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "contributing" / "package-structure.md"
-BEGIN, END = "<!-- drawn by `python -m tools.house` -->\n", "<!-- end of the drawing -->\n"
+ROW = re.compile(r"^(?P<start>\| `(?P<folder>\w+)/` \|[^|\n]*)\|[^|\n]*\|$", re.MULTILINE)
 
 ASIDE = {"testing"}
 """For others to run: it may use whatever it checks, and nothing uses it."""
@@ -33,6 +34,7 @@ def imported(file: Path) -> Iterator[str]:
             yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("unfuse."))
 
 
+@cache
 def used() -> dict[str, set[str]]:
     """For each folder, the others that it imports from."""
     folders = {file.parent.name for file in (ROOT / "unfuse").glob("*/__init__.py")} - ASIDE
@@ -43,23 +45,27 @@ def used() -> dict[str, set[str]]:
     }
 
 
-def drawing() -> str:
-    """The floors from the top, and what each folder uses below. Raises CycleError where imports go in a circle."""
-    uses, floors = used(), list[tuple[str, ...]]()
+def floors(uses: Mapping[str, Set[str]]) -> list[tuple[str, ...]]:
+    """The folders by layer, from the top: each imports only from layers below. Raises CycleError for a circle."""
+    layers = list[tuple[str, ...]]()
     sorter = TopologicalSorter(uses)
     sorter.prepare()
     while ready := sorter.get_ready():
-        floors.insert(0, tuple(sorted(ready)))
+        layers.insert(0, tuple(sorted(ready)))
         sorter.done(*ready)
-    rows = [(folder, " ".join(sorted(uses[folder])) or "–") for floor in floors for folder in floor]
-    lines = [" · ".join(floor) for floor in floors]
-    width = max(map(len, lines))
-    drawn = [line.center(width).rstrip() for line in lines]
-    table = [f"{folder:<12}{names}" for folder, names in rows]
-    return "\n".join(["```", *drawn, "", *table, "```", ""])
+    return layers
+
+
+def with_imports(page: str) -> str:
+    """A page with the imports of each folder in the last cell of the folder's row."""
+    uses = used()
+
+    def row(found: re.Match[str]) -> str:
+        names = " ".join(sorted(uses[found["folder"]])) if found["folder"] in uses else "any"
+        return f"{found['start']}| {names or '–'} |"
+
+    return ROW.sub(row, page)
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    PAGE.write_text(text[:start] + drawing() + text[end:])
+    PAGE.write_text(with_imports(PAGE.read_text()))
