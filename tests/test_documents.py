@@ -13,8 +13,11 @@ import pytest
 
 from tools.references import refusals
 from tools.snippets import PAGES, ROOT, blocks, commands, page_id
+from unfuse.client import calls
 from unfuse.core import parameters, pixels
 from unfuse.edge import connections, keys
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.tools import MAX_TOOLS
 from unfuse.models import FAMILIES
 from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.maintenance import GONE, RETURN_S
@@ -160,6 +163,12 @@ FACTS = [
     ("docs/architecture.md", f"at most {MAX_CACHED} entries"),
     *((f"docs/guides/{family_page(name)}.md", f"`{name}`" if name.endswith("Pipeline") else name) for name in FAMILIES),
     *(("docs/guides/transfer-engines.md", f"| `{name}`") for name in BACKENDS),
+    ("docs/guides/tool-calls.md", f"up to {MAX_TOOLS} functions"),
+    *(("docs/guides/tool-calls.md", f"| `{name}` |") for name in CALL_FORMATS),
+    *(("docs/guides/tool-calls.md", f"`{name}`") for name in REASONING_FORMATS),
+    ("docs/guides/python-client.md", f"silent event stream | {calls.TIMEOUT_S:.0f} s, then"),
+    ("docs/guides/python-client.md", f"| {calls.RECONNECTS} attempts in a row without a new event"),
+    ("docs/guides/python-client.md", "| an hour, since" * (calls.ADD_TIMEOUT_S == 3600)),
 ]
 """Sentences with the numbers and names that the code has. A number in words is there only if the code's is the same."""
 
