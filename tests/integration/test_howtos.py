@@ -105,6 +105,7 @@ def test_chats_guide_program_and_commands_print_the_answer(chats: Server, tmp_pa
     assert {said, command(typed, tmp_path).strip(), program(asked, tmp_path).strip()} == {"The capital is Paris."}
 
 
+@pytest.mark.nightly
 def test_python_client_guide_programs_run(server: Server, tmp_path: Path) -> None:
     first, follow, cancel, many, full, again = client_programs(server, " as client:", ".local(", ".chat(")
     for text in (first, full):
