@@ -13,8 +13,11 @@ import pytest
 
 from tools.references import refusals
 from tools.snippets import DOCS, PAGES, ROOT, blocks, commands, page_id
+from unfuse.client import calls
 from unfuse.core import parameters, pixels
 from unfuse.edge import connections, keys
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.tools import MAX_TOOLS
 from unfuse.models import FAMILIES
 from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.maintenance import GONE, RETURN_S
@@ -163,6 +166,12 @@ FACTS = [
     ("architecture.md", f"at most {MAX_CACHED} entries"),
     *((f"guides/{family_page(name)}.md", f"`{name}`" if name.endswith("Pipeline") else name) for name in FAMILIES),
     *(("guides/transfer-engines.md", f"| `{name}`") for name in BACKENDS),
+    ("guides/tool-calls.md", f"up to {MAX_TOOLS} functions"),
+    *(("guides/tool-calls.md", f"| `{name}` |") for name in CALL_FORMATS),
+    *(("guides/tool-calls.md", f"`{name}`") for name in REASONING_FORMATS),
+    ("guides/python-client.md", f"silent event stream | {calls.TIMEOUT_S:.0f} s, then"),
+    ("guides/python-client.md", f"| {calls.RECONNECTS} attempts in a row without a new event"),
+    ("guides/python-client.md", "| an hour, since" * (calls.ADD_TIMEOUT_S == 3600)),
 ]
 """Sentences with the numbers and names that the code has. A number in words is there only if the code's is the same."""
 

@@ -13,10 +13,14 @@ import pytest
 from PIL import Image
 
 from tests.integration.test_costs import counted
+from tests.smollm2 import smollm
+from tools.scripted_model import make_scripted_model
 from tools.server import Server, environment, serving, unfuse
 from tools.snippets import ROOT, blocks, is_python
 from tools.tiny import build
 from unfuse.client import connect
+
+__all__ = ["smollm"]
 
 DOCS = ROOT / "docs"
 ADDRESS = "http://127.0.0.1:8000"
@@ -42,6 +46,15 @@ def shell(line: str, folder: Path) -> str:
     return done.stdout
 
 
+def command(line: str, folder: Path) -> str:
+    """What a command of unfuse prints, without a server's name in the environment."""
+    line = line.replace("unfuse", f"{sys.executable} -m unfuse", 1)
+    variables = environment(folder) | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", line], cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def programs(page: Path, server: Server) -> list[str]:
     return [block.replace(ADDRESS, server.url) for block in blocks(page) if is_python(block)]
 
@@ -56,6 +69,95 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Serve
     model = build("flux", tmp_path_factory.mktemp("models") / "flux")
     with serving(tmp_path_factory.mktemp("serve"), str(model), "--arena", "64MiB", "--threads", "1") as server:
         yield model, server.ready()
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model that calls the tool of the page about tools, and of the built-in model."""
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    result = '<tool_response>\n{"city": "Rome", "celsius": 21, "sky": "clear"}\n</tool_response>'
+    scripts = {
+        "What is the weather in Rome?": call,
+        result: "It is 21 °C in Rome, and the sky is clear.",
+        "What is the capital of France?": "The capital is Paris.",
+    }
+    model = make_scripted_model(tmp_path_factory.mktemp("models") / "scripted", scripts)
+    options = ("--kv", "8MiB", "--arena", "64MiB", "--threads", "1")
+    with serving(tmp_path_factory.mktemp("serve"), str(model), *options) as server:
+        yield server.ready()
+
+
+@pytest.mark.nightly
+def test_tool_calls_guide_program_calls_the_function_and_prints_the_answer(chats: Server, tmp_path: Path) -> None:
+    page = DOCS / "guides" / "tool-calls.md"
+    (weather,) = programs(page, chats)
+    assert program(weather, tmp_path) in page.read_text()
+
+
+@pytest.mark.nightly
+def test_chats_guide_program_and_commands_print_the_answer(chats: Server, tmp_path: Path) -> None:
+    page = DOCS / "guides" / "chats.md"
+    lines = [line.replace(ADDRESS, chats.url) for block in blocks(page) for line in block.splitlines()]
+    (curl,) = [f"{line} -sS --fail" for line in lines if line.startswith("curl ")]
+    (typed,) = [line for line in lines if line.startswith("unfuse chat ")]
+    (asked,) = programs(page, chats)
+    said = json.loads(shell(curl, tmp_path))["choices"][0]["message"]["content"]
+    assert {said, command(typed, tmp_path).strip(), program(asked, tmp_path).strip()} == {"The capital is Paris."}
+
+
+@pytest.mark.nightly
+def test_python_client_guide_programs_run(server: Server, tmp_path: Path) -> None:
+    first, follow, cancel, many, full, again = client_programs(server, " as client:", ".local(", ".chat(")
+    for text in (first, full):
+        program(text, tmp_path)
+        assert pixels(tmp_path / "out.png")
+    assert " completed " in program(follow, tmp_path) and pixels(tmp_path / "star.png")
+    assert program(cancel, tmp_path).strip() in ("cancelled", "completed")
+    program(many, tmp_path)
+    assert len({pixels(tmp_path / f"circle-{number}.png") for number in range(3)}) == 3
+    program(again, tmp_path)
+    once = server.get("/v1/requests?limit=1")["data"][0]["id"]
+    program(again, tmp_path)
+    assert server.get("/v1/requests?limit=1")["data"][0]["id"] == once
+
+
+@pytest.mark.nightly
+def test_python_client_guide_chat_and_local_programs_run(chats: Server, tmp_path: Path) -> None:
+    (talk,) = client_programs(chats, '.chat("What')
+    assert program(talk, tmp_path) == "The capital is Paris.\nstop\n"
+    (local,) = client_programs(chats, ".local(")
+    program(local, tmp_path)
+    assert pixels(tmp_path / "cross.png")
+
+
+def client_programs(server: Server, having: str, *without: str) -> list[str]:
+    """The programs of the page about the client that contain a text, and none of some others."""
+    found = programs(DOCS / "guides" / "python-client.md", server)
+    return [text for text in found if having in text and not any(part in text for part in without)]
+
+
+@pytest.mark.nightly
+def test_first_chat_page_commands_and_programs_print_the_capital(smollm: Path, tmp_path: Path) -> None:
+    page = DOCS / "start" / "first-chat.md"
+    lines = [line.removeprefix("$ ") for block in blocks(page) for line in block.splitlines()]
+    alone, asked = [line for line in lines if line.startswith("unfuse chat ")]
+    assert command(alone, tmp_path).strip() in page.read_text()
+    with serving(tmp_path, "smollm2", "--kv", "512MiB", "--threads", "1") as server:
+        server.ready()
+        assert command(asked.replace(ADDRESS, server.url), tmp_path) == command(alone, tmp_path)
+        (curl,) = [block.replace(ADDRESS, server.url) for block in blocks(page) if "--json '{" in block]
+        assert "Paris" in json.loads(shell(f"{curl} -sS --fail", tmp_path))["choices"][0]["message"]["content"]
+        once, streamed = programs(page, server)
+        assert "Paris" in program(once, tmp_path)
+        assert program(streamed, tmp_path) in page.read_text()
+
+        (weather,) = programs(DOCS / "guides" / "tool-calls.md", server)
+        must = weather.replace('tool_choice = "auto"\n\n', 'tool_choice = "required"\n\n', 1)
+        assert must != weather and "get_weather({'city': 'Rome'}) returned" in program(must, tmp_path)
+
+        (typed,) = programs(DOCS / "guides" / "structured-outputs.md", server)
+        greedy = typed.replace("response_format=City", "response_format=City, temperature=0")
+        assert "capital='Paris'" in program(greedy, tmp_path)
 
 
 @pytest.mark.nightly
