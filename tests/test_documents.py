@@ -153,6 +153,12 @@ FACTS = [
     ("docs/guides/keys.md", f"of at least {keys.MIN_KEY_CHARS} characters"),
     ("docs/guides/network.md", "without a key for an hour" * (links.LINK_TTL_S == 3600)),
     ("docs/guides/network.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LINK_TTL_S == 86400)),
+    (
+        "docs/operations/security.md",
+        "read one result for an hour (a day in webhooks)"
+        * (links.LINK_TTL_S * 24 == links.WEBHOOK_LINK_TTL_S == 86400),
+    ),
+    ("docs/operations/security.md", "six formats only" * (len(pixels.FORMATS) == 6)),
     ("docs/guides/webhooks.md", f"does not answer 2xx within {outbound_http.CALL_S:.0f} s"),
     ("docs/guides/adapters.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED_NAMES == 8)),
     ("docs/concepts/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),
