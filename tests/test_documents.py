@@ -23,6 +23,7 @@ from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.maintenance import GONE, RETURN_S
 from unfuse.server import body, links, multimodal_messages as chats, outbound_http
 from unfuse.server.metrics_table import METRICS
+from unfuse.server.openapi_schemas import REQUEST, STAGE
 from unfuse.transfer import BACKENDS
 
 INSTALLED = re.compile(r"pip install (?:\S+ )*'?\.\[([\w,]+)\]")
@@ -159,6 +160,12 @@ FACTS = [
         "guides/client-limits.md",
         "Links in webhook messages are valid for a day" * (links.WEBHOOK_LINK_TTL_S == 86400),
     ),
+    (
+        "operations/security.md",
+        "read one result for an hour (a day in webhooks)"
+        * (links.LINK_TTL_S * 24 == links.WEBHOOK_LINK_TTL_S == 86400),
+    ),
+    ("operations/security.md", "six formats only" * (len(pixels.FORMATS) == 6)),
     ("guides/webhooks.md", f"does not answer 2xx within {outbound_http.CALL_S:.0f} s"),
     ("guides/adapters.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED_NAMES == 8)),
     ("concepts/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),
