@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import av
 import pytest
 from PIL import Image
 
@@ -24,6 +25,9 @@ __all__ = ["smollm"]
 
 DOCS = ROOT / "docs"
 ADDRESS = "http://127.0.0.1:8000"
+
+#: The fields of a new video that depend on the request and the model only.
+VIDEO_FACTS = ("object", "model", "prompt", "seconds", "size", "num_frames", "fps", "seed", "output_format", "progress")
 
 
 def program(text: str, folder: Path, *options: str) -> str:
@@ -57,6 +61,15 @@ def command(line: str, folder: Path) -> str:
 
 def programs(page: Path, server: Server) -> list[str]:
     return [block.replace(ADDRESS, server.url) for block in blocks(page) if is_python(block)]
+
+
+def curls(page: Path, server: Server) -> list[str]:
+    """The calls of curl in a page, without their prompts, which fail for a response that is an error."""
+    text = re.sub(r"\\\n\s*", " ", "\n".join(blocks(page)))
+    lines = [line.removeprefix("$ ") for line in text.splitlines()]
+    return [
+        f"{line.replace(ADDRESS, server.url)} -sS --fail" for line in lines if line.startswith(("curl http", "curl -"))
+    ]
 
 
 def pixels(path: Path) -> bytes:
@@ -172,11 +185,29 @@ def test_from_diffusers_howto_script_and_server_make_equal_images(flux: tuple[Pa
     assert "'denoise.0'" in program(client, tmp_path)
     assert pixels(tmp_path / "mine.png") == pixels(tmp_path / "served.png")
 
+    (ask,) = curls(DOCS / "start" / "from-diffusers.md", server)
+    (picture,) = json.loads(shell(ask, tmp_path))["data"]
+    shell(f"curl -sS --fail -o curled.png {picture['url']}", tmp_path)
+    assert pixels(tmp_path / "mine.png") == pixels(tmp_path / "curled.png")
+
+    (compare,) = [block for block in blocks(DOCS / "start" / "from-diffusers.md") if block.startswith("python -c")]
+    assert shell(compare.replace("python", sys.executable), tmp_path) == "None\n"
+
+
+def test_start_page_commands_and_program_run(server: Server, tmp_path: Path) -> None:
+    page = DOCS / "start" / "start-a-server.md"
+    (ask,) = curls(page, server)
+    (picture,) = json.loads(shell(ask, tmp_path))["data"]
+    shell(f"curl -sS --fail -o out.png {picture['url']}", tmp_path)
+    assert pixels(tmp_path / "out.png")
+    (by_openai,) = programs(page, server)
+    program(by_openai, tmp_path)
+    assert pixels(tmp_path / "ring.png")
+
 
 def test_async_images_howto_commands_and_programs_run(server: Server, tmp_path: Path) -> None:
     page = DOCS / "guides" / "asynchronous-pictures.md"
-    lines = [line.replace(ADDRESS, server.url) for block in blocks(page) for line in block.splitlines()]
-    ask, look, follow, fetch = [f"{line} -sS --fail" for line in lines if line.startswith("curl ")]
+    ask, look, follow, fetch = curls(page, server)
     request = json.loads(shell(ask, tmp_path))["id"]
     assert json.loads(shell(look.replace("REQUEST", request), tmp_path))["id"] == request
     assert "event: completed" in shell(follow.replace("REQUEST", request), tmp_path)
@@ -187,6 +218,36 @@ def test_async_images_howto_commands_and_programs_run(server: Server, tmp_path: 
     assert program(one, tmp_path).splitlines()[-1].startswith("completed")
     program(many, tmp_path)
     assert len({pixels(tmp_path / f"out-{number}.png") for number in range(3)}) == 3
+
+
+def test_videos_howto_commands_and_programs_run(server: Server, tmp_path: Path) -> None:
+    """The stream of a video that is read while it is generated, and its file, have the same number of frames."""
+    page = DOCS / "guides" / "videos.md"
+    ask, look, follow, download, thumbnail, stream = curls(page, server)
+    video = json.loads(shell(ask, tmp_path))
+    (shown,) = re.findall(r'^{"id":"video_.*}$', page.read_text(), re.MULTILINE)
+    expected = json.loads(shown)
+    assert video.keys() == expected.keys()
+    assert {name: video[name] for name in VIDEO_FACTS} == {name: expected[name] for name in VIDEO_FACTS}
+
+    shell(stream.replace("VIDEO", video["id"]), tmp_path)
+    assert "event: completed" in shell(follow.replace("VIDEO", video["id"]), tmp_path)
+    assert json.loads(shell(look.replace("VIDEO", video["id"]), tmp_path))["status"] == "completed"
+    shell(download.replace("VIDEO", video["id"]), tmp_path)
+    shell(thumbnail.replace("VIDEO", video["id"]), tmp_path)
+    assert frames(tmp_path / "stream.mp4") == frames(tmp_path / "star.mp4") == video["num_frames"]
+    assert len(pixels(tmp_path / "star.webp")) == 128 * 128 * 3
+
+    by_openai, by_unfuse = programs(page, server)
+    program(by_openai, tmp_path)
+    assert program(by_unfuse, tmp_path).splitlines()[-1].startswith("completed")
+    assert [frames(tmp_path / f"{name}.mp4") for name in ("ring", "live", "square")] == [video["num_frames"]] * 3
+
+
+def frames(path: Path) -> int:
+    """The number of frames of a video file."""
+    with av.open(str(path)) as container:
+        return sum(1 for _ in container.decode(video=0))
 
 
 @pytest.mark.nightly
