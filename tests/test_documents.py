@@ -23,7 +23,6 @@ from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.maintenance import GONE, RETURN_S
 from unfuse.server import body, links, multimodal_messages as chats, outbound_http
 from unfuse.server.metrics_table import METRICS
-from unfuse.server.openapi_schemas import REQUEST, STAGE
 from unfuse.transfer import BACKENDS
 
 INSTALLED = re.compile(r"pip install (?:\S+ )*'?\.\[([\w,]+)\]")
@@ -186,3 +185,12 @@ FACTS = [
 @pytest.mark.parametrize(("page", "sentence"), FACTS)
 def test_numbers_and_names_in_pages_match_the_code(page: str, sentence: str) -> None:
     assert sentence and sentence in " ".join((DOCS / page).read_text().split())
+
+
+def test_fields_explained_for_slow_requests_are_in_the_schemas() -> None:
+    text = (DOCS / "operations" / "slow-requests.md").read_text()
+    part = text.partition("## What the fields mean")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+    fields = {name.removeprefix("stages[].") for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert len(fields) > 15
+    assert fields - {*REQUEST["properties"], *STAGE["properties"]} == set()
