@@ -23,6 +23,7 @@ from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.maintenance import GONE, RETURN_S
 from unfuse.server import body, links, multimodal_messages as chats, outbound_http
 from unfuse.server.metrics_table import METRICS
+from unfuse.server.openapi_schemas import REQUEST, STAGE
 from unfuse.transfer import BACKENDS
 
 INSTALLED = re.compile(r"pip install (?:\S+ )*'?\.\[([\w,]+)\]")

@@ -15,7 +15,7 @@ from unfuse.core.messages import StorageLocations
 from unfuse.core.modalities import OutputSize
 from unfuse.core.plan import Pipeline, StageSelector, roles_of
 from unfuse.stores.results import ID_FILE, store_id
-from unfuse.worker.registration import choose_ranks, pools_of, require_result_store
+from unfuse.worker.registration import choose_ranks, pools_of, require_listed_stores, require_result_store
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,30 @@ def test_role_that_needs_an_unreachable_result_store_is_rejected(tmp_path: Path)
     with pytest.raises(ConfigError, match="role decoder needs .*: mount it here at the same path, .* s3://"):
         require_result_store(stages, places)
     require_result_store(stages, StorageLocations(url))
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        {"store": "os:system"},
+        {"store": "spill:os:system+disk:/scratch"},
+        {"store": "spill:shared_memory+os:system://;touch x"},
+        {"store": "spill:spill:os:system"},
+        {"results": "os:system://;touch x"},
+        {"durable": "os:system://;touch x"},
+    ],
+)
+def test_store_of_a_remote_scheduler_that_would_be_imported_is_rejected(urls: dict[str, str]) -> None:
+    """Only the worker's own settings may name it."""
+    locations = replace(StorageLocations("disk:/results"), **urls)
+    with pytest.raises(ConfigError, match="which is not a part of unfuse, and a worker imports code only by its own"):
+        require_listed_stores(locations, ())
+    require_listed_stores(locations, urls.values())
+
+
+@pytest.mark.parametrize("store", ["auto", "memory", "shared_memory", "redis://h", "spill:auto+disk:/scratch"])
+def test_stores_of_unfuse_are_accepted_from_a_remote_scheduler(store: str) -> None:
+    require_listed_stores(StorageLocations("s3://bucket/results", store, durable="redis://h"), ())
 
 
 DENOISES = tuple(

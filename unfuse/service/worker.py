@@ -98,6 +98,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
+        own_stores=frozenset((settings.serve.store, settings.serve.results, settings.serve.durable)),
         health=worker.health,
         component_sources=parse_component_sources(settings.serve.component_source),
         gpus=sum(device.name != CPU for device in usable_devices()) if compute.parallel == AUTO else 0,

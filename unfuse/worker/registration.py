@@ -24,6 +24,7 @@ from unfuse.core.messages import Registered, StorageLocations
 from unfuse.core.model_spec import ModelSpec, is_path, name_of
 from unfuse.core.plan import StageSelector, StageSpec, pool_with_numerics, readable_pool, roles_of, slots_of
 from unfuse.models import fetch
+from unfuse.stores import BACKENDS, BLOB_STORES
 from unfuse.stores.results import is_same_store
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
@@ -96,6 +97,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     #: Seconds without an answer of a scheduler after which objects are freed.
     orphan_s: float
 
+    #: URLs of stores in the worker's own settings. Of a scheduler over TCP, other URLs must name stores of unfuse.
+    own_stores: frozenset[str] = frozenset()
+
     #: HOST:PORT of the health endpoint for probes. Empty means none.
     health: str
 
@@ -141,9 +145,12 @@ def decide_served(registered: Registered, options: WorkerOptions, choice: StageS
     """Decide which stages a worker serves, and fetch their models.
 
     `registered` is the scheduler's answer, with its models and required settings. Raises ConfigError if settings
-    contradict each other, if there is nothing to serve, or if a stage needs a result store that this machine lacks.
+    contradict each other, if there is nothing to serve, if a stage needs a result store that this machine lacks, or if
+    a scheduler of another machine names a store that is not a part of unfuse.
     """
     compute = options.compute
+    if options.trusted_keys is not None:
+        require_listed_stores(registered.storage, options.own_stores)
     if registered.required_numerics not in ({}, compute.numerics):
         flags = " ".join(f"--{name} {value}" for name, value in registered.required_numerics.items())
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {flags}")
@@ -177,7 +184,6 @@ def decide_served(registered: Registered, options: WorkerOptions, choice: StageS
     spreads = worker_parallelism(parallel, choice.roles)
     refuse(spreads, [stage for spec in specs for stage in spec.pipeline.stages], compute.offload)
     require_result_store(stages, registered.storage)
-
     # One slot more than a batch: the next task arrives and loads its inputs while the batch is full.
     batch = (
         (compute.max_batch or DEFAULT_MAX_BATCH)
@@ -228,6 +234,23 @@ def _source_here(name: str, offered: str) -> str:
     names_the_source = is_path(name) or name_of(offered).partition("@")[0] == name
     uses_name = names_the_source and is_local(name) and not is_local(offered) and not split_name(offered)[1]
     return name if uses_name else offered
+
+
+def require_listed_stores(locations: StorageLocations, own_urls: Collection[str]) -> None:
+    """Raise ConfigError if a scheduler names a store that would be imported as `module:attr`.
+
+    The import would run code that the scheduler chose. `own_urls`: the URLs in the worker's own settings, which are
+    allowed.
+    """
+    listed = {*BACKENDS, *BLOB_STORES, "auto", "none"}
+    for url in (locations.store, locations.results, locations.durable):
+        parts = url.removeprefix("spill:").partition("+")[::2] if url.startswith("spill:") else (url,)
+        if url not in own_urls and not {part.partition(":")[0] for part in parts} <= listed - {"spill"}:
+            raise ConfigError(
+                f"the scheduler names the store {url}, which is not a part of unfuse, and a worker imports code only "
+                "by its own settings: set UNFUSE_SERVE__STORE, UNFUSE_SERVE__RESULTS or UNFUSE_SERVE__DURABLE of this "
+                "worker to the same URL"
+            )
 
 
 def require_result_store(stages: Sequence[StageSpec], locations: StorageLocations) -> None:
