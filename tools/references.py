@@ -1,4 +1,7 @@
-"""Writes docs/reference/ from the code: parameters, metrics and errors. `python -m tools.references`."""
+"""Writes the generated pages of docs/reference/: `python -m tools.references`.
+
+Parameters, metrics and errors are here. The other pages have modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 
 import unfuse
 import unfuse.core.errors as errors
+from tools import reference_cli, reference_events, reference_http, settings_page
+from tools.reference_tables import DOCS, ROOT, WRITTEN, code, next_step, table
 from unfuse.cli.main import exit_code
 from unfuse.core.modalities import IMAGE, MODALITIES, VIDEO
 from unfuse.core.parameters import Parameter
@@ -22,10 +27,7 @@ from unfuse.scheduler.change_builder import CODES
 from unfuse.server.errors import refusal_of
 from unfuse.server.metrics_table import METRICS as METRIC_SPECS, MetricSpec
 
-ROOT = Path(__file__).parents[1]
 MADE = (*IMAGE.parameters, *VIDEO.parameters)
-DOCS = ROOT / "docs" / "reference"
-WRITTEN = "This page is written by `python -m tools.references`."
 
 KINDS = {
     "text": "text",
@@ -41,14 +43,20 @@ KINDS = {
 
 PARAMETERS = f"""# Parameters
 
-The parameters of requests, by medium, as JSON or form values. A parameter that is not set has the default of the model
+Look up here the name, the type, the bounds and the default of a request parameter. There is a table for each medium.
+The column "models" names the families that accept the parameter. The flag is that of `unfuse generate`.
+
+Parameters are JSON or form values. A parameter that is not set has the default of the model
 (from `serving.json`, or from the call of its pipeline, below), or else the default in the table. Any other field is
 rejected with an error that names it. {WRITTEN}
 """
 
 METRICS = f"""# Metrics
 
-The metrics of `/metrics`. If API keys are configured, metrics with a tenant, money or a model require a key: one with
+Look up here the name, the type and the labels of a metric of `GET /metrics`. The table is sorted by name. The names
+say the unit: `_seconds`, `_bytes`, or `_total` for a counter.
+
+If API keys are configured, metrics with a tenant, money or a model require a key: one with
 `read=yes` or `admin=yes` for those of all tenants ([keys](../guides/keys.md)). Counters start at 0 with
 each gateway, and every gateway has its own. Gauges describe the whole queue. The label `pool` is a pool's name: stage
 kind, component class, dtype, and a hash of weights and numerics, as in `denoise-flux-transformer-2d-bf16-3049ab12`.
@@ -60,6 +68,9 @@ to monitor.
 """
 
 ERRORS = f"""# Errors
+
+Look up here the code of an error response, and what to do about it. The second table shows which failures of a task
+are retried, and the third the exceptions of the Python client and the exit codes of the command line.
 
 Every error is `{{"error": {{"message", "type", "param", "code"}}}}`, as in OpenAI's API. `message` describes the error,
 `code` is for programs, and `param` names the field. Each response has an `x-request-id`, which is also in the lines of
@@ -216,18 +227,6 @@ NOT_USED = ("nothing", "unused", "refused")
 """Uses of parameters that change nothing."""
 
 
-def table(head: str, rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown; `head` has its titles between bars."""
-    count = head.count("|") + 1
-    lines = [f"| {head} |", "|" + "---|" * count]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def code(value: object) -> str:
-    return f"`{value}`" if value not in (None, "") else ""
-
-
 def parameters() -> str:
     """The page of request parameters."""
     parts = [PARAMETERS]
@@ -239,7 +238,8 @@ def parameters() -> str:
         said = ", ".join(code(one.name) + (f" ({one.bounds})" if one.choices else "") for one in ignored)
         parts.append(f"\nAccepted, but without effect: {said}.\n")
     parts.append(f"\n## Defaults by family\n\nFrom the installed version of diffusers ({diffusers()}).\n\n")
-    return "".join(parts) + table("family | steps | guidance | true CFG | size | frames | adapters", families())
+    parts.append(table("family | steps | guidance | true CFG | size | frames | adapters", families()))
+    return "".join(parts) + next_step("[HTTP API](http.md)", "[Model families](families.md)")
 
 
 def diffusers() -> str:
@@ -291,7 +291,8 @@ def families() -> Iterator[list[str]]:
 
 def metrics() -> str:
     """The page of metrics, by name."""
-    return METRICS + table("name | type | labels | what", sorted(map(metric, METRIC_SPECS)))
+    rows = table("name | type | labels | what", sorted(map(metric, METRIC_SPECS)))
+    return METRICS + rows + next_step("[Runbook](../operations/runbook.md)")
 
 
 def metric(one: MetricSpec) -> list[str]:
@@ -331,10 +332,21 @@ def refused() -> str:
     codes = table("code | status | what to do", rows)
     rules = [[rule.errors, rule.result, code(rule.code)] for rule in RULES]
     retries = table("error | what happens to the task | error code if the request fails", rules)
-    return ERRORS + codes + RETRIES + retries + IN_PYTHON + table("error | is a | exit code | when", tree())
+    classes = table("error | is a | exit code | when", tree())
+    end = next_step("[Why a request was retried](../operations/why-was-it-retried.md)")
+    return ERRORS + codes + RETRIES + retries + IN_PYTHON + classes + end
 
 
-PAGES = {"parameters.md": parameters, "metrics.md": metrics, "errors.md": refused}
+PAGES = {
+    "settings.md": settings_page.page,
+    "command-line.md": reference_cli.page,
+    "parameters.md": parameters,
+    "http.md": reference_http.page,
+    "events.md": reference_events.page,
+    "errors.md": refused,
+    "metrics.md": metrics,
+}
+"""The generated pages, by file."""
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
