@@ -146,6 +146,14 @@ def parameter_problems() -> Iterator[Problem]:
                 yield Problem(*place_of(parameter.name), f"the parameter {parameter.name} has no description")
 
 
+def route_problems() -> Iterator[Problem]:
+    """Find the parameters of routes that have no description; each with the line of its route."""
+    from tools.reference_http import undescribed  # with the packages of a server
+
+    for place in undescribed():
+        yield Problem(*place)
+
+
 def place_of(parameter: str) -> tuple[Path, int]:
     """Return the file and the line that define a request parameter."""
     for path in sorted((ROOT / "unfuse" / "core").glob("*.py")):
@@ -158,6 +166,7 @@ def place_of(parameter: str) -> tuple[Path, int]:
 def site_problems() -> Iterator[Problem]:
     """Check all pages of the site, and what generated pages are made from."""
     yield from parameter_problems()
+    yield from route_problems()
     for page in PAGES:
         if page.is_relative_to(DOCS):
             yield from problems(page)

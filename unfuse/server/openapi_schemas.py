@@ -341,6 +341,10 @@ GRAY = (
     "AA6VEEAoFAIBAIBAKBQCAQfA8G320AeXC6efoAAAAASUVORK5CYII="
 )
 
+_START = {"description": "picture to start from"}
+_REDRAWN = {"description": "picture of the same size, whose transparent parts are redrawn"}
+_SAME = {"description": "the same as image, for several pictures"}
+_LAST = {"description": "last frame, of models that make a video between two pictures"}
 _FILE = {**TEXT, "format": "binary"}
 _URL = {**TEXT, "pattern": "^[Dd][Aa][Tt][Aa]:image/"}
 _IMAGE = {"anyOf": [_URL, object_of({"image_url": _URL})]}
@@ -381,9 +385,15 @@ GENERATE = _bodies(
     _body(IMAGE_FIELDS, _nullable(PICTURE)), example={"prompt": "a red circle on white"}, headers=CREATING_HEADERS
 )
 EDIT = _bodies(
-    _body(IMAGE_FIELDS, _nullable({**PICTURE, "image": _IMAGES, "images": _IMAGES, "mask": _IMAGE}))
+    _body(
+        IMAGE_FIELDS,
+        _nullable({**PICTURE, "image": _IMAGES | _START, "images": _IMAGES | _SAME, "mask": _IMAGE | _REDRAWN}),
+    )
     | {"anyOf": [{"required": ["image"]}, {"required": ["images"]}]},
-    _body({**IMAGE_FIELDS, "image": _FILE}, {**PICTURE, "image[]": array(_FILE), "mask": _FILE}),
+    _body(
+        {**IMAGE_FIELDS, "image": _FILE | _START},
+        {**PICTURE, "image[]": array(_FILE) | _SAME, "mask": _FILE | _REDRAWN},
+    ),
     example={"prompt": "a red circle on white", "image": GRAY},
     headers=CREATING_HEADERS,
 )
@@ -398,10 +408,10 @@ ADD = _bodies(
     | {"additionalProperties": False},
     example={"model": "unfuse/shapes"},
 )
-_FRAMES = ("input_reference", modalities.LAST_FRAME)
+_FRAMES = {"input_reference": _START, modalities.LAST_FRAME: _LAST}
 CREATE = _bodies(
-    _body(_fields(modalities.VIDEO, True), _nullable(CLIP | dict.fromkeys(_FRAMES, _IMAGE))),
-    _body(_fields(modalities.VIDEO, True), CLIP | dict.fromkeys(_FRAMES, _FILE)),
+    _body(_fields(modalities.VIDEO, True), _nullable(CLIP | {name: _IMAGE | text for name, text in _FRAMES.items()})),
+    _body(_fields(modalities.VIDEO, True), CLIP | {name: _FILE | text for name, text in _FRAMES.items()}),
     example={"prompt": "a blue star moving left on black", "seconds": 1},
     headers=CREATING_HEADERS,
 )

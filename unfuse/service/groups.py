@@ -17,7 +17,6 @@ from unfuse.scheduler.admission import Order
 from unfuse.scheduler.backpressure import Dispatch
 from unfuse.transfer.base import TransferSettings
 
-
 #: Who sets it: every operator, some, or none with a normal server, as for timers of protocols and sizes of internals.
 Level = Literal["need", "may", "expert"]
 
