@@ -46,6 +46,7 @@ OTHERWISE = (
     "a|an COLOUR SHAPE",
     'Parameter("sharpness"',
     "cli\n",
+    "id: 1\nevent: ",
     "generator = torch.Generator",
     'pipeline.load_lora_weights("ink',
 )
@@ -132,7 +133,7 @@ def snippet_problems(page: Path) -> Iterator[Problem]:
 def parse_command(arguments: list[str]) -> None:
     """Have the command line of unfuse read a command. Raises the error that a user would get."""
     command, name = typer.main.get_command(app), "unfuse"
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and arguments:
         name, *arguments = arguments
         command = command.commands[name]
     command.make_context(name, arguments)

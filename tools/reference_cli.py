@@ -33,7 +33,7 @@ COMMON = ("server", "api_key", "config", "json")
 """Options that many commands have, by name. They are described once."""
 
 EXAMPLES = {
-    "generate": 'unfuse generate "a red circle on white" --size 64x64 --seed 7 --out circle.png',
+    "generate": 'unfuse generate "a red circle on white" --size 64x64 --seed 7 --output circle.png',
     "chat": 'unfuse chat "Why is the sky blue?"',
     "serve": "unfuse serve unfuse/shapes --port 8000",
     "worker": "unfuse worker --role denoiser --scheduler tcp://10.0.0.1:7000",

@@ -26,7 +26,7 @@ its end without polling. The first table has the types of events, the second the
 curl -N http://127.0.0.1:8000/v1/requests/REQUEST/events
 ```
 
-In Python, `request.events()` yields [`Event`](python.md#unfuse.core.request.Event) objects. The stream ends after
+In Python, `request.events()` yields `Event` objects ([Python API](python.md)). The stream ends after
 `completed`, `failed` or `cancelled`. To resume it, send the `seq` of the last event as `Last-Event-ID`: clients of
 server-sent events do so by themselves, since `seq` is also the id of the event.
 
@@ -71,8 +71,8 @@ These streams are the responses of calls with `"stream": true`, and not those of
 
 | call | event | data |
 |---|---|---|
-| `POST /v1/images/generations` | `image_generation.partial_image` | a preview as `b64_json`, with `partial_image_index` |
-| `POST /v1/images/generations` | `image_generation.completed` | a picture as `b64_json`, with `seed` and `usage` |
+| `POST /v1/images/generations` | `image_generation.partial_image` | preview as `b64_json`, with `partial_image_index` |
+| `POST /v1/images/generations` | `image_generation.completed` | picture as `b64_json`, with `seed` and `usage` |
 | `POST /v1/images/edits` | `image_edit.partial_image`, `image_edit.completed` | as for generations |
 | `POST /v1/chat/completions` | without a type | a chunk of the answer; the last data is `[DONE]` |
 | all streams | `error` | an [error](errors.md), such as that of a key that was removed meanwhile |

@@ -235,9 +235,8 @@ def section(route: Route) -> str:
         rows = ([code(one["name"]), one["in"], *cells(one["schema"], one), one["description"]] for one in parameters)
         parts.append("\n" + table("parameter | in | type | default | meaning", rows))
     parts += body_parts(route.body)
-    parts.append("\n" + table("status | response", responses(route)))
-    codes = ", ".join(f"`{name}` ({statuses()[name]})" for name in error_codes(route))
-    parts.append(f"\nErrors: {codes or 'none'}; and those [of all routes](#errors-of-all-routes).\n")
+    parts.append("\n" + table("status | response", [*responses(route), *errors(route)]))
+    parts.append("\nIt can also have the errors [of all routes](#errors-of-all-routes).\n")
     return "".join(parts)
 
 
@@ -334,6 +333,15 @@ def responses(route: Route) -> Iterator[list[str]]:
             ]
             text = "; or ".join(filter(None, shown)) or FILES.get(route.function.__name__, "empty")
             yield [status, text[0].upper() + text[1:] + "."]
+
+
+def errors(route: Route) -> Iterator[list[str]]:
+    """Yield the rows of a route's error codes, by status."""
+    by_status: dict[str, list[str]] = {}
+    for name in error_codes(route):
+        by_status.setdefault(statuses()[name], []).append(code(name))
+    for status, codes in sorted(by_status.items()):
+        yield [status, ", ".join(codes)]
 
 
 def shown_schema(kind: str, schema: Schema, name: str) -> str:
