@@ -11,6 +11,9 @@ from typing import Any
 
 from docutils import nodes
 
+#: Code that letters follow, as in "`rank`s", which reStructuredText needs an escaped space for.
+CODE_IN_WORD = re.compile(r"(?<!\w)(`[^`]+`)(?=\w)")
+
 PARAMETER = re.compile(r"`?(\w+)`?: (.*)")
 
 
@@ -46,7 +49,7 @@ def process_docstring(app: object, what: str, name: str, value: Any, options: ob
         names = set(inspect.signature(value).parameters) if callable(value) else set[str]()
     except (TypeError, ValueError):
         names = set()
-    lines[:] = as_fields(lines, names)
+    lines[:] = [CODE_IN_WORD.sub(r"\1\\ ", line) for line in as_fields(lines, names)]
 
 
 def replace_dashes(app: object, doctree: nodes.document) -> None:

@@ -65,6 +65,9 @@ EXAMPLES = {
 }
 """An example of each command. `tools.pages` has the command line parse them."""
 
+EXTRAS = {"operator": "operator"}
+"""The extra that a command needs, besides those of a server, by the name of the command."""
+
 NOTE = re.compile(r"\s*\[([^\[\]]*(?:default: |required|x[<>])[^\[\]]*)\](\.?)$")
 
 
@@ -110,6 +113,8 @@ def section(name: str, command: Any) -> str:
     usage = " ".join(command.get_usage(context).removeprefix("Usage: ").split())
     text = "\n\n".join(part for part in str(command.help).split("\n\n") if not part.startswith("Example: "))
     parts = [f"\n## `unfuse {name}`\n\n{text}\n\n```bash\n{EXAMPLES[name]}\n```\n\nUsage: `{usage}`\n"]
+    if extra := EXTRAS.get(name):
+        parts.append(f"\nIt needs the extra `unfuse[{extra}]`: [install](../start/install.md).\n")
     shared_names = {parameter.name for parameter in SHARED}
     by_panel: dict[str, list[Any]] = {title: [] for title in (ARGUMENTS, OPTIONS, *PANELS)}
     for parameter in command.params:

@@ -365,8 +365,9 @@ def _nullable(fields: Schema) -> Schema:
 def _bodies(
     json: Schema, form: Schema | None = None, *, example: Mapping[str, object], headers: Sequence[Schema] = ()
 ) -> Schema:
-    """Return the documentation of a call's body, which is JSON or a form, and of its headers.
+    """Return the documentation of a call's body and headers.
 
+    json: the schema of a JSON body. form: that of a form, or None if it is refused.
     example: a JSON body that works, with which the page at /docs fills its form.
     """
     content: Schema = {"application/json": {"schema": json, "example": example}}

@@ -1,4 +1,4 @@
-"""The parameters that several routes have in common, with their descriptions for /docs and the reference."""
+"""Parameters that several routes share, with their descriptions."""
 
 from __future__ import annotations
 
