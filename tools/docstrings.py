@@ -14,7 +14,7 @@ from docutils import nodes
 #: Code that letters follow, as in "`rank`s", which reStructuredText needs an escaped space for.
 CODE_IN_WORD = re.compile(r"(?<!\w)(`[^`]+`)(?=\w)")
 
-PARAMETER = re.compile(r"`?(\w+)`?: (.*)")
+PARAMETER = re.compile(r"`?(\w+)(?:\([\w, ]*\))?`?: (.*)")
 
 
 def as_fields(lines: list[str], names: set[str]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from tools.reference_tables import ROOT, WRITTEN, code, next_step, table
+from tools.reference_tables import ROOT, WRITTEN, code, comments, next_step, table
 from unfuse.core.request import Event, EventType
 from unfuse.queues.index import DROPPABLE_EVENTS, MAX_EVENTS
 
@@ -105,8 +105,7 @@ def field_rows() -> Iterator[tuple[str, str, str, str, str]]:
     """Yield the row of each field of `Event`; its comment in the source is its meaning."""
     source = inspect.getsource(Event)
     for name, kind, default in re.findall(r"^    (\w+): (\w+)(?: = (.*))?$", source, re.MULTILINE):
-        lines = re.search(rf"((?:    #: .*\n)+)    {name}: ", source)
-        about = " ".join(line.strip().removeprefix("#: ") for line in lines[1].splitlines()) if lines else ""
+        about = comments(Event).get(name, "")
         types = {"EventType": "string", "str": "string", "int": "integer", "float": "number"}
         yield code(name), types[kind], UNITS.get(name, ""), code(default), about
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from fastapi.routing import APIRoute
 
 from tools.reference_errors import refusals
-from tools.reference_tables import WRITTEN, code, next_step, table
+from tools.reference_tables import WRITTEN, code, comments, next_step, table
 from unfuse.core.modalities import MODALITIES
+from unfuse.core.request import StageState, Timings
 from unfuse.server import auth, chat, dead_letters, images, models, monitoring, openapi_schemas, requests, videos
 from unfuse.server.app import create_app
 
@@ -69,6 +70,47 @@ OBJECTS: dict[str, Schema] = {
     "pool": openapi_schemas.POOL,
 }
 """The objects that responses have, by the title of their section."""
+
+STAGE_FIELDS = comments(StageState) | comments(Timings)
+"""The meanings of the fields of a request's stages."""
+
+MEANINGS = {
+    "id": "ID of the object",
+    "object": "type of the object",
+    "model": "name of the model, as the client sent it",
+    "modality": "what the request generates",
+    "params": "checked parameters, as the stages read them, and what the server derived from the request",
+    "tenant": "tenant of the API key",
+    "priority": "requests of a higher priority run first",
+    "state": "`status`, or what the request waits for",
+    "stage": "name of a running stage; null: no stage runs",
+    "queue_position": "tasks ahead of the first queued one; null: a stage runs, or nothing is queued",
+    "eta_s": "predicted seconds until the end; null: unknown",
+    "seed": "seed of the first result",
+    "cost.predicted_s": "predicted seconds of compute, at acceptance",
+    "cost.device_s": "used seconds by device, as far as workers have reported them",
+    "cost.money": "price of these seconds, by `--price`",
+    "created_at": "acceptance, in Unix seconds",
+    "started_at": "first lease of a task, in Unix seconds",
+    "completed_at": "end of the request, in Unix seconds",
+    "stages[].name": "name of the stage",
+    "stages[].pool": "pool whose workers run the stage",
+    "stages[].cached": "whether the output is from the encoder cache",
+    "result[].url": "signed link to the file",
+    "result[].content_type": "media type of the file",
+    "result[].bytes": "size of the file, in bytes",
+    "result[].flagged": "the model's safety checker flagged it, so it is not delivered",
+    "error.code": "code of the [error](errors.md)",
+    "error.message": "one sentence for people",
+    "error.stage": "stage that failed",
+    "error.evidence": "traceback, or the last lines of a log; left out of `GET /v1/requests`",
+    "metadata": "the strings that the client sent",
+    "webhook.url": "address that is called at the end",
+    "webhook.attempts": "number of calls so far",
+    "webhook.reason": "why the last call failed",
+    "hint": "words of the prompt that the model does not know, and what it can generate",
+}
+"""The meanings of fields of the request object and of fields that other objects share with it."""
 
 FILES = {
     "result": "the file, with its media type, or the requested ranges of its bytes (206)",
@@ -386,9 +428,15 @@ def rows_of(schema: Schema, prefix: str = "") -> Iterator[list[str]]:
         optional = "" if name in schema["required"] else ", only where it applies"
         null = " or null" if plain is not field and "anyOf" in field else ""
         kind = ("array of objects" if "items" in plain else "object") if "properties" in inner else type_of(plain)
-        yield [code(prefix + name), kind + null + optional, description(field)]
+        yield [code(prefix + name), kind + null + optional, meaning(prefix + name, field)]
         if "properties" in inner:
             yield from rows_of(inner, prefix + name + dots)
+
+
+def meaning(name: str, field: Schema) -> str:
+    """Return the meaning of an object's field: its own, that of the stage's comment, or that of its description."""
+    in_stage = STAGE_FIELDS.get(name.removeprefix("stages[]."), "") if name.startswith("stages[].") else ""
+    return MEANINGS.get(name) or in_stage or description(field)
 
 
 @cache

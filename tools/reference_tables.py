@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,3 +28,9 @@ def code(value: object) -> str:
 def next_step(*links: str) -> str:
     """Return the last paragraph of a page."""
     return f"\nNext: {', '.join(links)}\n"
+
+
+def comments(struct: type) -> dict[str, str]:
+    """Return the comments (`#:`) on the fields of a class by name."""
+    found = re.findall(r"((?:    #: .*\n)+)    (\w+): ", inspect.getsource(struct))
+    return {name: " ".join(line.strip().removeprefix("#: ") for line in text.splitlines()) for text, name in found}
