@@ -30,7 +30,8 @@ In Python, `request.events()` yields `Event` objects ([Python API](python.md)). 
 `completed`, `failed` or `cancelled`. To resume it, send the `seq` of the last event as `Last-Event-ID`: clients of
 server-sent events do so by themselves, since `seq` is also the id of the event.
 
-A server stores at most {MAX_EVENTS} events of a request. Above that, it drops the oldest {{droppable}} events.
+A server stores at most {MAX_EVENTS} events of a request. Above that, it drops the oldest {{droppable}} events first,
+and then any.
 
 ## Types
 
@@ -90,7 +91,7 @@ def page() -> str:
 ## Example
 
 The request is `{{"prompt": "a red circle on white", "seed": 7, "preview_every": 2}}`, sent to `unfuse/shapes` with
-`Prefer: respond-async`. The events between steps 3 and 30 are left out.
+`Prefer: respond-async`. The events with the ids 9 to 48 are left out.
 
 ```text
 {EXAMPLE.read_text().strip()}

@@ -18,6 +18,7 @@ from unfuse.core.modalities import MODALITIES
 from unfuse.core.request import StageState, Timings
 from unfuse.server import auth, chat, dead_letters, images, models, monitoring, openapi_schemas, requests, videos
 from unfuse.server.app import create_app
+from unfuse.server.responses import COMMENT_EVERY_S
 
 Schema = dict[str, Any]
 
@@ -35,7 +36,7 @@ Keys are sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Without `--api
 needed, and every caller may do what an admin may. "Any key" excludes keys with `read=yes` on routes that change
 something. A signed link to a result, as responses with `"response_format": "url"` contain it, needs no key.
 
-Each response has the header `x-request-id`. An event stream has a comment line after 15 seconds without an event.
+Each response has the header `x-request-id`. An event stream has a comment line after {COMMENT_EVERY_S:g} seconds without an event.
 
 """
 
@@ -83,6 +84,12 @@ MEANINGS = {
     "tenant": "tenant of the API key",
     "priority": "requests of a higher priority run first",
     "state": "`status`, or what the request waits for",
+    "prompt": "prompt; null for a request without one",
+    "status": "status; a queued request is in progress as soon as one of its stages runs",
+    "step": "steps that are done, of the running stage, or else of the stage with the most steps",
+    "steps": "number of steps of the same stage",
+    "attempts": "largest number of attempts that any stage has begun",
+    "webhook.state": "`waiting`, `delivered` or `given_up`",
     "stage": "name of a running stage; null: no stage runs",
     "queue_position": "tasks ahead of the first queued one; null: a stage runs, or nothing is queued",
     "eta_s": "predicted seconds until the end; null: unknown",

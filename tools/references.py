@@ -46,8 +46,8 @@ rejected with an error that names it. {WRITTEN}
 
 METRICS = f"""# Metrics
 
-Look up here the name, the type and the labels of a metric of `GET /metrics`. The table is sorted by name. The names
-say the unit: `_seconds`, `_bytes`, or `_total` for a counter.
+Look up here the name, the type and the labels of a metric of `GET /metrics`. The table is sorted by name. A name
+that ends in `_seconds` or `_bytes` has that unit, and `_total` marks a counter.
 
 If API keys are configured, metrics with a tenant, money or a model require a key: one with
 `read=yes` or `admin=yes` for those of all tenants ([keys](../guides/keys.md)). Counters start at 0 with
