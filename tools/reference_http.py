@@ -36,7 +36,8 @@ Keys are sent as `Authorization: Bearer KEY` or `x-api-key: KEY`. Without `--api
 needed, and every caller may do what an admin may. "Any key" excludes keys with `read=yes` on routes that change
 something. A signed link to a result, as responses with `"response_format": "url"` contain it, needs no key.
 
-Each response has the header `x-request-id`. An event stream has a comment line after {COMMENT_EVERY_S:g} seconds without an event.
+Each response has the header `x-request-id`. An event stream has a comment line after {COMMENT_EVERY_S:g} seconds
+without an event.
 
 """
 
