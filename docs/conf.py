@@ -16,6 +16,7 @@ root_doc = "index"
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "attrs_block"]
 highlight_language = "text"
+smartquotes = False  # "--port" is a flag, and no dash
 copybutton_prompt_text = "$ "
 
 # Python API: signatures and docstrings, which are Markdown-like text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.references import refusals
+from tools.reference_errors import refusals
 from tools.snippets import DOCS, PAGES, ROOT, blocks, commands, page_id
 from unfuse.client import calls
 from unfuse.core import parameters, pixels

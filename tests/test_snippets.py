@@ -50,7 +50,8 @@ def test_links_in_pages_resolve(page: Path) -> None:
 
 def test_flags_named_in_pages_exist() -> None:
     """In backticks at the beginning, as `--threads 1`."""
-    verbs = [*typer.main.get_command(app).commands.values()]  # type: ignore[attr-defined]
+    root = typer.main.get_command(app)
+    verbs = [root, *root.commands.values()]  # type: ignore[attr-defined]
     verbs += [inner for verb in verbs for inner in getattr(verb, "commands", {}).values()]
     options = [option for verb in verbs for option in verb.params]
     known = {flag for option in options for flag in (*option.opts, *option.secondary_opts)} | {"--help"}

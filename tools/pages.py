@@ -46,6 +46,7 @@ OTHERWISE = (
     "a|an COLOUR SHAPE",
     'Parameter("sharpness"',
     "cli\n",
+    "id: 1\nevent: ",
     "generator = torch.Generator",
     'pipeline.load_lora_weights("ink',
 )
@@ -132,7 +133,7 @@ def snippet_problems(page: Path) -> Iterator[Problem]:
 def parse_command(arguments: list[str]) -> None:
     """Have the command line of unfuse read a command. Raises the error that a user would get."""
     command, name = typer.main.get_command(app), "unfuse"
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and arguments:
         name, *arguments = arguments
         command = command.commands[name]
     command.make_context(name, arguments)
@@ -144,6 +145,14 @@ def parameter_problems() -> Iterator[Problem]:
         for parameter in modality.parameters:
             if parameter.use not in ("nothing", "unused") and not parameter.description:
                 yield Problem(*place_of(parameter.name), f"the parameter {parameter.name} has no description")
+
+
+def route_problems() -> Iterator[Problem]:
+    """Find the parameters of routes that have no description; each with the line of its route."""
+    from tools.reference_http import undescribed  # with the packages of a server
+
+    for place in undescribed():
+        yield Problem(*place)
 
 
 def place_of(parameter: str) -> tuple[Path, int]:
@@ -158,6 +167,7 @@ def place_of(parameter: str) -> tuple[Path, int]:
 def site_problems() -> Iterator[Problem]:
     """Check all pages of the site, and what generated pages are made from."""
     yield from parameter_problems()
+    yield from route_problems()
     for page in PAGES:
         if page.is_relative_to(DOCS):
             yield from problems(page)

@@ -1,18 +1,23 @@
-"""Writes docs/reference/settings.md from the settings themselves: `python -m tools.settings_page`."""
+"""The page docs/reference/settings.md, from the settings themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import groupby
-from pathlib import Path
 
 import unfuse.cli.app  # noqa: F401  whose verbs say which settings have flags
-from unfuse.cli.verbs import EXPERT, OFFERED, PANELS
-from unfuse.service.groups import Settings
-from unfuse.service.settings import FIELDS, ByteSize, SettingField
+from tools.reference_tables import DOCS, WRITTEN, code, next_step, table
+from unfuse.cli.verbs import OFFERED
+from unfuse.service.groups import Level, Settings
+from unfuse.service.settings import FIELDS, SettingField
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
+PAGE = DOCS / "settings.md"
 
-HEAD = """# Settings
+HEAD = f"""# Settings
+
+Look up here the variable, the flag and the default of a setting. Most servers need only the first table. The
+[settings that you may need](#settings-that-you-may-need) are for a purpose that their text names, and the
+[expert settings](#expert-settings) suit nearly every server as they are.
 
 The first of these that sets a value applies: flag, environment variable, file (`--config unfuse.toml`), default.
 `unfuse config show` shows the source of each value. In a file, `UNFUSE_SERVE__RETENTION_S` is `retention_s` in the
@@ -34,33 +39,66 @@ threads = 2
 bytes = "1GiB"
 ```
 
-[Choose which workers run where](../guides/choose-a-layout.md) has the grammar of `--workers`, `--place` and
-`--parallel`.
-This page is written by `python -m tools.settings_page`.
+[Choose which workers run where](../guides/choose-a-layout.md) has the grammar of `--workers`, `--place` and `--parallel`.
+A setting without a flag is set by its variable or in the file. {WRITTEN}
 """
 
-TABLE = "\n\n| variable | flag | default | |\n|---|---|---|---|\n"
+#: The default of the folder for data, unless `load` derives another from XDG_DATA_HOME.
+DATA_DIR = "~/.local/share/unfuse"
+
+TITLES: dict[Level, tuple[str, str]] = {
+    "need": (
+        "Settings that you need",
+        "Which models are served, where the server listens, who may call it, and where its data is.",
+    ),
+    "may": (
+        "Settings that you may need",
+        "One table for each group, which is also the name of the table in a file.",
+    ),
+    "expert": (
+        "Expert settings",
+        "Timers of protocols, numbers of threads and connections, and sizes of internals. The operator of a normal "
+        "server never changes them.",
+    ),
+}
+"""The title and the first sentence of each level."""
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD]
-    usual = (field for field in FIELDS.values() if field.name not in PANELS[EXPERT])
-    for group, fields in groupby(usual, lambda field: field.name.rpartition(".")[0]):
-        about = type(getattr(Settings(), group)) if group else Settings
-        title, says = (f"`{group}`", about.__doc__) if group else ("Without a group", "What holds for several groups.")
-        parts += [f"\n## {title}\n\n{says}{TABLE}", *map(row, fields)]
-    expert = [row(FIELDS[name]) for name in PANELS[EXPERT]]
-    return "".join([*parts, f"\n## Expert settings\n\nThe defaults suit nearly every server.{TABLE}", *expert])
+    for level, (title, about) in TITLES.items():
+        fields = [field for field in FIELDS.values() if field.level == level]
+        parts.append(f"\n## {title}\n\n{about}\n")
+        parts += ["\n", settings_table(fields)] if level == "need" else tables_by_group(level, fields)
+    parts.append(next_step("[Parameters](parameters.md)", "[Command line](command-line.md)"))
+    return "".join(parts)
 
 
-def row(field: SettingField) -> str:
-    """A setting's line of its table."""
-    value = ByteSize(field.default) if field.unit == "byte" else field.written(field.default)
-    flag = f"`{field.flag}`" if field.name in OFFERED else ""
-    cells = [f"`{field.variable}`", flag, f"`{value}`" if str(value) else "", field.description.replace("|", "\\|")]
-    return "| " + " | ".join(cells) + " |\n"
+def tables_by_group(level: Level, fields: Iterable[SettingField]) -> Iterator[str]:
+    """Yield the heading and the table of each group."""
+    for group, members in groupby(fields, lambda field: field.name.rpartition(".")[0]):
+        title = f"`{group}`" if group else "Without a group"
+        about = type(getattr(Settings(), group)).__doc__ if group else "What holds for several groups."
+        yield f"\n### {title}{', expert' if level == 'expert' else ''}\n\n{about}\n\n"
+        yield settings_table(members)
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page())
+def settings_table(fields: Iterable[SettingField]) -> str:
+    """Return the table of these settings."""
+    return table("variable | flag | default | meaning", map(row, fields))
+
+
+def row(field: SettingField) -> list[str]:
+    """Return a setting's row of its table."""
+    value = size(field.default) if field.unit == "byte" else field.written(field.default)
+    default = DATA_DIR if field.name == "data_dir" else value
+    return [code(field.variable), code(field.flag if field.name in OFFERED else ""), code(default), field.description]
+
+
+def size(number: int) -> str:
+    """Return a number of bytes with the largest binary unit of which it is a multiple."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number and number % (1 << power) == 0:
+            return f"{number >> power}{unit}"
+    return str(number)

@@ -8,6 +8,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
+from tools.docstrings import process_docstring, replace_dashes
 from tools.pages import site_problems
 
 logger = logging.getLogger(__name__)
@@ -46,4 +47,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Connect the extension to Sphinx."""
     app.connect("builder-inited", report_problems)
     app.connect("source-read", name_repository_files)
+    app.connect("autodoc-process-docstring", process_docstring)
+    app.connect("doctree-read", replace_dashes)
     return {"parallel_read_safe": True}

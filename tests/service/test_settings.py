@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from functools import reduce
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import asdict
 
-from tools.settings_page import PAGE, page
+from tools.settings_page import PAGE
 from tools.snippets import PAGES, blocks
 from unfuse.core.errors import ConfigError
-from unfuse.service.groups import Settings
+from unfuse.service.groups import Level, Settings
 from unfuse.service.options import ServeOptions
 from unfuse.service.settings import FIELDS, ByteSize, load
 from unfuse.transfer.base import TransferOptions, TransferSettings
@@ -243,8 +244,11 @@ def test_transfer_options_default_to_the_transfer_settings() -> None:
     assert {f"transfer.{name}" for name in asdict(TransferSettings())} < FIELDS.keys()
 
 
-def test_settings_page_is_up_to_date_with_the_code() -> None:
-    assert PAGE.read_text() == page(), "run: python -m tools.settings_page"
+def test_every_setting_has_a_level_and_few_are_needed() -> None:
+    levels = {name: field.level for name, field in FIELDS.items()}
+    assert {*levels.values()} == {*get_args(Level)}
+    assert sum(level == "need" for level in levels.values()) <= 12
+    assert (levels["serve.port"], levels["serve.order"], levels["lease.ttl_s"]) == ("need", "may", "expert")
 
 
 def test_example_toml_of_the_settings_page_loads(tmp_path: Path) -> None:

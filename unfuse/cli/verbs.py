@@ -101,7 +101,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "serve.cold_start_timeout",
     ),
     LOGGING: ("log.",),
-    EXPERT: ("serve.dispatch", "compute.loop", "compute.collective_s"),
+    EXPERT: tuple(name for name, field in FIELDS.items() if field.level == "expert"),
 }
 
 #: The settings that some verb has a flag for. Filled while verbs are defined.

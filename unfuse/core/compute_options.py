@@ -313,7 +313,8 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             description="Device to compute on, such as cpu, cuda:0 or xpu:0. auto: a GPU if there is one, else the "
-            "CPU. Several, such as cuda:0+cuda:1, are one for each rank of a worker."
+            "CPU. Several, such as cuda:0+cuda:1, are one for each rank of a worker.",
+            extra={"level": "need"},
         ),
     ] = "auto"
     dtype: Annotated[
@@ -333,7 +334,11 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     collective_s: Annotated[
         float,
-        Meta(description="Seconds that ranks wait for each other before all of them are restarted.", gt=0),
+        Meta(
+            description="Seconds that ranks wait for each other before all of them are restarted.",
+            gt=0,
+            extra={"level": "expert"},
+        ),
     ] = 60.0
     threads: Annotated[
         int,
@@ -372,7 +377,8 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             description="Step loop of language models. overlapped: a separate thread sends each token, and stores each "
             "chunk of a prompt for prefix caching, while the next one is computed. normal: both are done before the "
-            "next one is computed. Tokens are the same."
+            "next one is computed. Tokens are the same.",
+            extra={"level": "expert"},
         ),
     ] = "overlapped"
     max_loras: Annotated[int, Meta(description="LoRA adapters that a denoiser keeps loaded.", ge=1, le=256)] = 4

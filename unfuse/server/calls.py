@@ -42,12 +42,7 @@ from unfuse.server.errors import refusal_of
 from unfuse.server.gateway import Gateway
 from unfuse.server.responses import sse_event, sse_response
 from unfuse.server.result_cache import result_key
-
-#: The most characters of an Idempotency-Key.
-MAX_KEY = 255
-
-#: A client sends this header, with the value `true`, with an Idempotency-Key that it never used before.
-NEW_KEY = "unfuse-new-key"
+from unfuse.server.route_parameters import MAX_KEY, NEW_KEY
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from anyio import to_thread
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
@@ -16,6 +14,7 @@ from unfuse.server.auth import CallerDep
 from unfuse.server.gateway import GatewayDep
 from unfuse.server.openapi_schemas import DAMAGE, DEAD_DELETED_RESPONSE, REQUEST, list_response, object_response
 from unfuse.server.requests import listed
+from unfuse.server.route_parameters import After, DeadId, PageLimit
 
 router = APIRouter(prefix="/dead", tags=["dead"])
 
@@ -25,8 +24,8 @@ async def page(
     request: Request,
     gateway: GatewayDep,
     caller: CallerDep,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: str | None = None,
+    limit: PageLimit = 100,
+    after: After = None,
 ) -> dict[str, object]:
     """List dead requests, newest first, with the evidence.
 
@@ -53,7 +52,7 @@ async def page(
 
 
 @router.get("/{id}", responses=object_response(REQUEST))
-async def show(id: str, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
+async def show(id: DeadId, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """One dead request, with the evidence."""
     record = await gateway.load(id, caller.visible_tenant)
     if not record.context.is_dead_letter:
@@ -62,7 +61,7 @@ async def show(id: str, request: Request, gateway: GatewayDep, caller: CallerDep
 
 
 @router.delete("/{id}", responses=DEAD_DELETED_RESPONSE)
-async def delete(id: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
+async def delete(id: DeadId, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Delete a dead request and its files, or an unreadable record of the queue.
 
     Only an admin can delete unreadable records.
@@ -77,7 +76,7 @@ async def delete(id: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, o
 
 
 @router.post("/{id}/retry", status_code=202, responses=object_response(REQUEST, 202))
-async def retry(id: str, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
+async def retry(id: DeadId, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Retry a dead request, as a new request with the same seed.
 
     The old one is no longer a dead letter. The new one's id follows from the old one's: a repeat of an interrupted call

@@ -20,6 +20,7 @@ from unfuse.server.auth import CallerDep, Principal, admin_only
 from unfuse.server.body import read_json
 from unfuse.server.gateway import Gateway, GatewayDep
 from unfuse.server.openapi_schemas import ADD, MAX_SOURCE, MODEL, REMOVED, list_response, object_response
+from unfuse.server.route_parameters import ModelName
 
 router = APIRouter(prefix="/models", tags=["models"])
 
@@ -71,7 +72,7 @@ async def add(request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[
 
 
 @router.delete("/{name:path}", responses=REMOVED, dependencies=[Depends(admin_only)])
-async def remove(name: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
+async def remove(name: ModelName, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Stop accepting requests for a model.
 
     Its workers stop when its accepted requests have ended.
@@ -84,7 +85,7 @@ async def remove(name: str, gateway: GatewayDep, caller: CallerDep) -> dict[str,
 
 
 @router.get("/{name:path}", responses=object_response(MODEL))
-async def show(name: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
+async def show(name: ModelName, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """One served model, or one that was added and cannot be served.
 
     Its name may contain slashes.

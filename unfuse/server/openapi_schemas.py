@@ -5,7 +5,7 @@ Those of bodies are generated from the parameter tables of the modalities. A fuz
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -14,6 +14,7 @@ from unfuse.core import modalities
 from unfuse.core.model_spec import MAX_NAME, NAME
 from unfuse.core.parameters import MAX_SCALED_NAMES, MAX_TEXTS, Modality, Parameter
 from unfuse.core.request import Event, RequestStatus, WaitReason
+from unfuse.server.route_parameters import CHAT_RESUMPTION, CREATING_HEADERS
 from unfuse.server.served_models import Phase
 
 Schema = dict[str, Any]
@@ -340,6 +341,10 @@ GRAY = (
     "AA6VEEAoFAIBAIBAKBQCAQfA8G320AeXC6efoAAAAASUVORK5CYII="
 )
 
+_START = {"description": "picture to start from"}
+_REDRAWN = {"description": "picture of the same size, whose transparent parts are redrawn"}
+_SAME = {"description": "the same as image, for several pictures"}
+_LAST = {"description": "last frame, of models that make a video between two pictures"}
 _FILE = {**TEXT, "format": "binary"}
 _URL = {**TEXT, "pattern": "^[Dd][Aa][Tt][Aa]:image/"}
 _IMAGE = {"anyOf": [_URL, object_of({"image_url": _URL})]}
@@ -357,14 +362,17 @@ def _nullable(fields: Schema) -> Schema:
     return {name: nullable(schema) for name, schema in fields.items()}
 
 
-def _bodies(json: Schema, form: Schema | None = None, *, example: Mapping[str, object]) -> Schema:
-    """Return the documentation of a call's body: JSON, or a form.
+def _bodies(
+    json: Schema, form: Schema | None = None, *, example: Mapping[str, object], headers: Sequence[Schema] = ()
+) -> Schema:
+    """Return the documentation of a call's body and headers.
 
+    json: the schema of a JSON body. form: that of a form, or None if it is refused.
     example: a JSON body that works, with which the page at /docs fills its form.
     """
     content: Schema = {"application/json": {"schema": json, "example": example}}
     content |= {"multipart/form-data": {"schema": form}} if form else {}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": True, "content": content}} | ({"parameters": [*headers]} if headers else {})
 
 
 IMAGE_FIELDS, PICTURE = _fields(modalities.IMAGE, True), _fields(modalities.IMAGE)
@@ -372,13 +380,23 @@ CLIP = _fields(modalities.VIDEO)
 CHAT = _bodies(
     _body(_fields(modalities.TEXT, True), _nullable(_fields(modalities.TEXT))),
     example={"messages": [{"role": "user", "content": "What is the capital of France?"}]},
+    headers=[*CREATING_HEADERS, CHAT_RESUMPTION],
 )
-GENERATE = _bodies(_body(IMAGE_FIELDS, _nullable(PICTURE)), example={"prompt": "a red circle on white"})
+GENERATE = _bodies(
+    _body(IMAGE_FIELDS, _nullable(PICTURE)), example={"prompt": "a red circle on white"}, headers=CREATING_HEADERS
+)
 EDIT = _bodies(
-    _body(IMAGE_FIELDS, _nullable({**PICTURE, "image": _IMAGES, "images": _IMAGES, "mask": _IMAGE}))
+    _body(
+        IMAGE_FIELDS,
+        _nullable({**PICTURE, "image": _IMAGES | _START, "images": _IMAGES | _SAME, "mask": _IMAGE | _REDRAWN}),
+    )
     | {"anyOf": [{"required": ["image"]}, {"required": ["images"]}]},
-    _body({**IMAGE_FIELDS, "image": _FILE}, {**PICTURE, "image[]": array(_FILE), "mask": _FILE}),
+    _body(
+        {**IMAGE_FIELDS, "image": _FILE | _START},
+        {**PICTURE, "image[]": array(_FILE) | _SAME, "mask": _FILE | _REDRAWN},
+    ),
     example={"prompt": "a red circle on white", "image": GRAY},
+    headers=CREATING_HEADERS,
 )
 MAX_SOURCE = 1024
 _SOURCE = "A folder or GGUF file on the server's machine, or a hub name such as owner/model."
@@ -391,9 +409,10 @@ ADD = _bodies(
     | {"additionalProperties": False},
     example={"model": "unfuse/shapes"},
 )
-_FRAMES = ("input_reference", modalities.LAST_FRAME)
+_FRAMES = {"input_reference": _START, modalities.LAST_FRAME: _LAST}
 CREATE = _bodies(
-    _body(_fields(modalities.VIDEO, True), _nullable(CLIP | dict.fromkeys(_FRAMES, _IMAGE))),
-    _body(_fields(modalities.VIDEO, True), CLIP | dict.fromkeys(_FRAMES, _FILE)),
+    _body(_fields(modalities.VIDEO, True), _nullable(CLIP | {name: _IMAGE | text for name, text in _FRAMES.items()})),
+    _body(_fields(modalities.VIDEO, True), CLIP | {name: _FILE | text for name, text in _FRAMES.items()}),
     example={"prompt": "a blue star moving left on black", "seconds": 1},
+    headers=CREATING_HEADERS,
 )

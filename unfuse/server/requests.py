@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Path, Query
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
@@ -19,6 +19,7 @@ from unfuse.server.auth import CallerDep
 from unfuse.server.gateway import GatewayDep
 from unfuse.server.openapi_schemas import EVENTS_RESPONSE, REQUEST, list_response, object_response
 from unfuse.server.responses import file_response, sse_event, sse_response
+from unfuse.server.route_parameters import After, PageLimit, RequestId, ResultIndex
 
 router = APIRouter(prefix="/requests", tags=["requests"])
 
@@ -28,9 +29,9 @@ async def page(
     request: Request,
     gateway: GatewayDep,
     caller: CallerDep,
-    status: RequestStatus | None = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: str | None = None,
+    status: Annotated[RequestStatus | None, Query(description="List only requests with this status.")] = None,
+    limit: PageLimit = 100,
+    after: After = None,
 ) -> dict[str, object]:
     """List requests, newest first. The next page starts `after` the last ID of this one."""
     records = await gateway.queue.list(
@@ -40,20 +41,22 @@ async def page(
 
 
 @router.get("/{id}", responses=object_response(REQUEST))
-async def show(id: str, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
+async def show(id: RequestId, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """One request, with the evidence of what went wrong."""
     return await gateway.view(request, await gateway.load(id, caller.visible_tenant), evidence=True)
 
 
 @router.post("/{id}/cancel", responses=object_response(REQUEST))
-async def cancel(id: str, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
+async def cancel(id: RequestId, request: Request, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Cancel a request. A request that has ended does not change."""
     await gateway.load(id, caller.visible_tenant)
     return await gateway.view(request, await gateway.scheduler.cancel(id))
 
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)
-async def result(id: str, index: int, request: Request, gateway: GatewayDep, caller: CallerDep) -> Response:
+async def result(
+    id: RequestId, index: ResultIndex, request: Request, gateway: GatewayDep, caller: CallerDep
+) -> Response:
     """Return one picture or video of a request, or ranges of its bytes."""
     files = {file.index: file for file in (await gateway.load(id, caller.visible_tenant)).context.result}
     if index not in files:
@@ -69,7 +72,13 @@ async def result(id: str, index: int, request: Request, gateway: GatewayDep, cal
 
 
 @router.get("/{id}/preview/{index}/{step}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
-async def preview(id: str, index: int, step: int, gateway: GatewayDep, caller: CallerDep) -> Response:
+async def preview(
+    id: RequestId,
+    index: ResultIndex,
+    step: Annotated[int, Path(description="Number of the step.")],
+    gateway: GatewayDep,
+    caller: CallerDep,
+) -> Response:
     """The preview of an image or video after a step of its running request.
 
     Only requests with `preview_every` or `partial_images` have previews.
@@ -85,7 +94,12 @@ async def preview(id: str, index: int, step: int, gateway: GatewayDep, caller: C
 
 @router.get("/{id}/events", response_class=StreamingResponse, responses=EVENTS_RESPONSE)
 async def events(
-    id: str, gateway: GatewayDep, caller: CallerDep, last_event_id: Annotated[int, Header(ge=0, lt=2**63)] = 0
+    id: RequestId,
+    gateway: GatewayDep,
+    caller: CallerDep,
+    last_event_id: Annotated[
+        int, Header(ge=0, lt=2**63, description="`seq` of the last event that was received; 0: from the first event.")
+    ] = 0,
 ) -> StreamingResponse:
     """The events of a request after `Last-Event-ID`, until its end, as server-sent events."""
     await gateway.load(id, caller.visible_tenant)

@@ -38,6 +38,7 @@ from unfuse.server.openapi_schemas import (
 from unfuse.server.request_objects import video_object
 from unfuse.server.requests import listed
 from unfuse.server.responses import file_response
+from unfuse.server.route_parameters import After, VideoId
 from unfuse.stages.fragments import streamed
 from unfuse.stores.results import fragment_name
 
@@ -172,9 +173,11 @@ async def create(request: Request, gateway: GatewayDep, asker: CallerDep) -> Res
 async def page(
     gateway: GatewayDep,
     caller: CallerDep,
-    after: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=100, description="Maximum number of videos.")] = 20,
+    order: Annotated[
+        Literal["asc", "desc"], Query(description="Order by creation: desc is newest first, asc oldest first.")
+    ] = "desc",
 ) -> dict[str, object]:
     """The videos, newest first or last.
 
@@ -186,13 +189,13 @@ async def page(
 
 
 @router.get("/{id}", responses=object_response(VIDEO_OBJECT))
-async def show(id: str, gateway: GatewayDep, caller: CallerDep) -> JSONResponse:
+async def show(id: VideoId, gateway: GatewayDep, caller: CallerDep) -> JSONResponse:
     """One video."""
     return _answer(await _load(gateway, id, caller.visible_tenant))
 
 
 @router.delete("/{id}", responses=DELETED)
-async def delete(id: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
+async def delete(id: VideoId, gateway: GatewayDep, caller: CallerDep) -> dict[str, object]:
     """Cancel a video if it has not ended, and delete it."""
     await _load(gateway, id, caller.visible_tenant)
     await gateway.delete(id)
@@ -201,12 +204,17 @@ async def delete(id: str, gateway: GatewayDep, caller: CallerDep) -> dict[str, o
 
 @router.get("/{id}/content", response_class=FileResponse)
 async def content(
-    id: str,
+    id: VideoId,
     request: Request,
     gateway: GatewayDep,
     caller: CallerDep,
-    variant: Literal["video", "thumbnail", "spritesheet"] = "video",
-    stream: bool = False,
+    variant: Annotated[
+        Literal["video", "thumbnail", "spritesheet"],
+        Query(description="The whole file, or its first frame as WebP (thumbnail). spritesheet is refused."),
+    ] = "video",
+    stream: Annotated[
+        bool, Query(description="Send the video as fragmented MP4, even while it is generated; only for mp4.")
+    ] = False,
 ) -> Response:
     """Return a video's file, ranges of its bytes, or its first frame as WebP.
 

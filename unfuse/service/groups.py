@@ -17,17 +17,23 @@ from unfuse.scheduler.admission import Order
 from unfuse.scheduler.backpressure import Dispatch
 from unfuse.transfer.base import TransferSettings
 
+#: Who sets it: every operator, some, or none with a normal server, as for timers of protocols and sizes of internals.
+Level = Literal["need", "may", "expert"]
 
-def setting(text: str, *, flag: str = "", unit: str = "", secret: bool = False, **limits: Any) -> Meta:
+
+def setting(
+    text: str, *, level: Level = "may", flag: str = "", unit: str = "", secret: bool = False, **limits: Any
+) -> Meta:
     """Return the metadata of a setting.
 
     `text`: its description for `--help`.
+    `level`: who sets it.
     `flag`: its flag; "" derives the flag from the field's name.
     `unit`: "byte" or "second" for a number that may be written with a unit, else "".
     `secret`: whether its value is hidden in all output.
     `limits`: bounds of msgspec.Meta, such as `ge`.
     """
-    return Meta(description=text, extra={"flag": flag, "unit": unit, "secret": secret}, **limits)
+    return Meta(description=text, extra={"level": level, "flag": flag, "unit": unit, "secret": secret}, **limits)
 
 
 def bytes_setting(text: str, *, flag: str = "") -> Meta:
@@ -38,9 +44,13 @@ def bytes_setting(text: str, *, flag: str = "") -> Meta:
 class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The server: gateway, scheduler and the workers it starts."""
 
-    host: Annotated[str, setting("Address to listen on; anything but loopback needs an API key.")] = "127.0.0.1"
-    port: Annotated[int, setting("Port of the HTTP API; 0 takes a free one.", ge=0, le=65535)] = 8000
-    models: Annotated[tuple[str, ...], setting("Models to serve: names, folders or hub ids.")] = ("unfuse/shapes",)
+    host: Annotated[str, setting("Address to listen on; anything but loopback needs an API key.", level="need")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, setting("Port of the HTTP API; 0 takes a free one.", ge=0, le=65535, level="need")] = 8000
+    models: Annotated[tuple[str, ...], setting("Models to serve: names, folders or hub ids.", level="need")] = (
+        "unfuse/shapes",
+    )
     revision: Annotated[str, setting("Branch, tag or commit of the models that come from the hub.")] = ""
     component_source: Annotated[
         tuple[str, ...],
@@ -66,7 +76,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         setting(
             "File of API keys, as `unfuse keys add NAME` writes it. Keys with admin=yes have admin rights. The file "
-            "is reloaded when it changes."
+            "is reloaded when it changes.",
+            level="need",
         ),
     ] = ()
     open_metrics: Annotated[
@@ -99,7 +110,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     max_connections: Annotated[
-        int, setting("Maximum number of open connections; further ones are refused with 503.", ge=1)
+        int, setting("Maximum number of open connections; further ones are refused with 503.", ge=1, level="expert")
     ] = 8192
     max_connections_per_address: Annotated[
         int,
@@ -107,6 +118,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Maximum number of open connections from one address; further ones are refused with 429. Trusted proxies "
             "have no such limit.",
             ge=1,
+            level="expert",
         ),
     ] = 2048
     image_hosts: Annotated[
@@ -133,7 +145,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "Queue backend, which stores requests and tasks: sqlite:PATH, redis://HOST:PORT/DATABASE, "
             "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N to spread N "
-            "shards over the named servers, or memory, which loses all requests when the server stops."
+            "shards over the named servers, or memory, which loses all requests when the server stops.",
+            level="need",
         ),
     ] = "sqlite:DATA_DIR/queue.db"
     queue_wait: Annotated[
@@ -142,11 +155,15 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Seconds to wait at the start for a queue that is unreachable, loads its data, or has a full disk, before "
             "the start fails; 0 does not wait.",
             ge=0,
+            level="expert",
         ),
     ] = math.inf
     results: Annotated[
         str,
-        setting("Result store: disk:PATH (DATA_DIR: the data folder), s3://BUCKET/PREFIX or redis://HOST:PORT."),
+        setting(
+            "Result store: disk:PATH (DATA_DIR: the data folder), s3://BUCKET/PREFIX or redis://HOST:PORT.",
+            level="need",
+        ),
     ] = "disk:DATA_DIR"
     store: Annotated[
         str,
@@ -172,7 +189,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "When to save the state of a running denoiser, so that another worker can resume it: every N steps (10) "
             "or seconds (30s), or auto, which weighs the cost of saving against the work that would be lost. All of "
-            "these also save when a worker stops; none never saves."
+            "these also save when a worker stops; none never saves.",
+            level="expert",
         ),
     ] = "auto"
     encode: Annotated[
@@ -197,7 +215,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Workers to start on this machine. auto: all stages of all models in each worker if they fit, else a "
             "worker for each role, else one model at a time. split: a worker for each role. none: no workers; start "
             "them by `unfuse worker`. Or a plan, like all=2 or encoder=1,denoiser=2,decoder=1; + combines roles in "
-            "one worker."
+            "one worker.",
+            level="need",
         ),
     ] = "auto"
     device_memory: Annotated[
@@ -218,7 +237,10 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     slots: Annotated[
         tuple[str, ...],
-        setting("ROLE=N: slots of each worker of the role, one for each task; by default as its stages define."),
+        setting(
+            "ROLE=N: slots of each worker of the role, one for each task; by default as its stages define.",
+            level="expert",
+        ),
     ] = ()
     scale_to_zero: Annotated[
         tuple[str, ...],
@@ -260,7 +282,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "Choice of the worker for a task: locality prefers workers that have its inputs or run tasks that fit "
             "into a batch with it; round_robin the worker that has waited longest; max_free_slots the worker with the "
-            "most free slots."
+            "most free slots.",
+            level="expert",
         ),
     ] = "locality"
     encoder_cache: Annotated[
@@ -276,6 +299,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             flag="--retention",
             unit="second",
             gt=0,
+            level="need",
         ),
     ] = 86400.0
     results_limit: Annotated[
@@ -376,19 +400,22 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Slots of a worker: its tasks that run or wait for inputs. At least one more than the batch size is used. "
             "0 is the role's default.",
             ge=0,
+            level="expert",
         ),
     ] = 0
     resources: Annotated[
         tuple[str, ...],
         setting(
-            "NAME=N: amount of a resource that tasks of the worker's stages need, besides slots and room in its arena."
+            "NAME=N: amount of a resource that tasks of the worker's stages need, besides slots and room in its arena.",
+            level="expert",
         ),
     ] = ()
     node: Annotated[
         str,
         setting(
             "Name of this node. Tasks run preferably on nodes that have their inputs. By default, an ID of the run "
-            "folder."
+            "folder.",
+            level="expert",
         ),
     ] = ""
     listen: Annotated[
@@ -447,6 +474,7 @@ class BufferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Tokens of a longer prompt whose inputs a worker receives from another node at a time; the rest follows "
             "in pieces. 0 receives prompts of any length at once.",
             ge=0,
+            level="expert",
         ),
     ] = 8192
 
@@ -455,14 +483,19 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tensor store of a worker."""
 
     orphan_s: Annotated[
-        float, setting("Seconds without an answer from any scheduler after which a worker frees its objects.", gt=0)
+        float,
+        setting(
+            "Seconds without an answer from any scheduler after which a worker frees its objects.", gt=0, level="expert"
+        ),
     ] = 900.0
 
 
 class SpillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor store that moves unused objects to a slower store."""
 
-    threshold: Annotated[float, setting("Share of the arena above which unused objects are moved.", gt=0, le=1)] = 0.8
+    threshold: Annotated[
+        float, setting("Share of the arena above which unused objects are moved.", gt=0, le=1, level="expert")
+    ] = 0.8
     capacity: Annotated[int, bytes_setting("Maximum bytes of each worker in the slow store.")] = 16 << 30
 
 
@@ -485,11 +518,14 @@ class LeaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: Annotated[
         float,
         setting(
-            "Seconds without a heartbeat after which the leases of a worker expire and its tasks go to others.", ge=2
+            "Seconds without a heartbeat after which the leases of a worker expire and its tasks go to others.",
+            ge=2,
+            level="expert",
         ),
     ] = 15.0
     stall_s: Annotated[
-        float, setting("Seconds without progress after which a compute process is killed as crashed.", gt=0)
+        float,
+        setting("Seconds without progress after which a compute process is killed as crashed.", gt=0, level="expert"),
     ] = 600.0
 
 
@@ -513,14 +549,16 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set, by group."""
 
-    data_dir: Annotated[str, setting("Folder for results and other persistent data.")] = ""
+    data_dir: Annotated[str, setting("Folder for results and other persistent data.", level="need")] = ""
     run_dir: Annotated[
         str,
         setting(
             "Private folder of this user for the sockets between processes of one machine; by default one is created."
         ),
     ] = ""
-    server: Annotated[str, setting("URL of the server that client commands use.")] = "http://127.0.0.1:8000"
+    server: Annotated[str, setting("URL of the server that client commands use.", level="need")] = (
+        "http://127.0.0.1:8000"
+    )
     api_key: Annotated[str, setting("API key that client commands send, and that `serve` accepts.", secret=True)] = ""
     keys: Annotated[
         str,
@@ -531,7 +569,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     insecure_listen: Annotated[
         bool,
-        setting("Accept workers over TCP without keys: anyone who can connect can read prompts and forge results."),
+        setting(
+            "Accept workers over TCP without keys: anyone who can connect can read prompts and forge results.",
+            level="expert",
+        ),
     ] = False
 
     #: Settings of `unfuse serve`. Some also apply to workers, such as `drain_timeout`.

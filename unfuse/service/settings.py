@@ -19,7 +19,7 @@ import msgspec
 
 from unfuse.core.errors import UsageError
 from unfuse.core.registry import nearest_name
-from unfuse.service.groups import Settings
+from unfuse.service.groups import Level, Settings
 
 #: The prefix of the environment variables of settings.
 PREFIX = "UNFUSE_"
@@ -136,6 +136,9 @@ class SettingField(msgspec.Struct, frozen=True):
     #: Whether the value is hidden in all output.
     secret: bool
 
+    #: Who sets it: "need", "may" or "expert". The settings page and `--help` are ordered by it.
+    level: Level
+
     @property
     def variable(self) -> str:
         """The environment variable of this setting."""
@@ -166,6 +169,7 @@ def _fields(struct: type[msgspec.Struct], prefix: str = "") -> Iterable[SettingF
                 flag,
                 unit=str(extra.get("unit", "")),
                 secret=bool(extra.get("secret")),
+                level=extra.get("level", "may"),
             )
 
 

@@ -56,36 +56,47 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="Maximum threads that fetch tensors from one worker; 0: 4 to 12, by the number of cores.",
             ge=0,
             le=256,
+            extra={"level": "expert"},
         ),
     ] = 0
-    queues: Annotated[int, Meta(description="Number of connections to each other worker.", ge=1, le=256)] = 4
+    queues: Annotated[
+        int, Meta(description="Number of connections to each other worker.", ge=1, le=256, extra={"level": "expert"})
+    ] = 4
     bootstrap_s: Annotated[
         float,
         Meta(
             description="Seconds without progress after which a transfer fails, while the other worker cannot be "
             "reached or the arena is full.",
             gt=0,
+            extra={"level": "expert"},
         ),
     ] = 30.0
-    heartbeat_s: Annotated[float, Meta(description="Seconds between two pings of another worker.", gt=0)] = 5.0
+    heartbeat_s: Annotated[
+        float, Meta(description="Seconds between two pings of another worker.", gt=0, extra={"level": "expert"})
+    ] = 5.0
     max_missed: Annotated[
         int,
         Meta(
             description="Pings without an answer after which the connections to a worker are closed. A connection is "
             "also closed after this many ping intervals without data.",
             ge=1,
+            extra={"level": "expert"},
         ),
     ] = 2
     mooncake_protocol: Annotated[
         Literal["tcp", "rdma"],
         Meta(
             description="Protocol of Mooncake. rdma is untested on RDMA hardware. If rdma cannot start, tcp is used "
-            "instead, and a warning is logged."
+            "instead, and a warning is logged.",
+            extra={"level": "expert"},
         ),
     ] = "tcp"
     mooncake_devices: Annotated[
         tuple[str, ...],
-        Meta(description="RDMA devices that Mooncake uses, such as mlx5_0,mlx5_1; by default, all that it detects."),
+        Meta(
+            description="RDMA devices that Mooncake uses, such as mlx5_0,mlx5_1; by default, all that it detects.",
+            extra={"level": "expert"},
+        ),
     ] = ()
 
 
