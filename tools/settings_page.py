@@ -39,8 +39,8 @@ threads = 2
 bytes = "1GiB"
 ```
 
-[Choose which workers run where](../guides/choose-a-layout.md) has the grammar of `--workers`, `--place` and `--parallel`.
-A setting without a flag is set by its variable or in the file. {WRITTEN}
+[Choose which workers run where](../guides/choose-a-layout.md) has the grammar of `--workers`, `--place` and
+`--parallel`. A setting without a flag is set by its variable or in the file. {WRITTEN}
 """
 
 #: The default of the folder for data, unless `load` derives another from XDG_DATA_HOME.

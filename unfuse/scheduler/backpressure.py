@@ -93,7 +93,7 @@ class Backpressure(msgspec.Struct, frozen=True):
     #: By declared pool, the later pools that it feeds, with the most tasks that may wait there.
     later_depths: dict[str, dict[str, int]]
     #: Declared pools whose tasks leave an object in the arena.
-    stored_requests: frozenset[str]
+    pools_with_outputs: frozenset[str]
     #: By declared pool, the further resources that its tasks use.
     resource_amounts: dict[str, frozenset[str]] = {}
     #: Pools, by their full names, with more than one worker.
@@ -159,7 +159,7 @@ class Backpressure(msgspec.Struct, frozen=True):
         depths = {
             pool: self.depth.get(declared_pool(pool), 0)
             for pool in worker.pools
-            if declared_pool(pool) in self.stored_requests
+            if declared_pool(pool) in self.pools_with_outputs
         }
         levels = sorted(set(depths.values()), reverse=True)
         later_pools = {level: [pool for pool in depths if depths[pool] > level] for level in levels}
