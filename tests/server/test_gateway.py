@@ -39,6 +39,7 @@ from unfuse.edge.access import ApiError
 from unfuse.queues.base import QueueLimits
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server import openapi_schemas
 from unfuse.server.gateway import Gateway
 from unfuse.stores.results import open_results
 from unfuse.testing.queue_samples import lease_request
@@ -273,6 +274,7 @@ def named_pools(card: ModelSpec) -> dict[str, str]:
 
 def test_workers_and_pools_endpoints_list_workers_and_waiting_tasks(http: httpx2.Client) -> None:
     (worker,) = http.get("/v1/workers").json()["data"]
+    assert worker.keys() == openapi_schemas.WORKER["properties"].keys()
     assert (worker["id"], worker["slots"], worker["models"]) == ("worker-1", 4, ["test/pictures"])
     pools = {pool["id"]: pool for pool in http.get("/v1/pools").json()["data"]}
     pictures, idle = named_pools(PICTURES), named_pools(IDLE)

@@ -157,7 +157,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def pools(self, selector: StageSelector | None = None) -> dict[str, str]:
         """Return the declared pool of each stage, by stage name.
 
-        With `choice`, it returns those of the selected stages only.
+        With `selector`, it returns those of the selected stages only.
         """
         return {
             stage.name: pool_name(stage, self.weights, self.dtypes, self.classes)

@@ -181,6 +181,7 @@ WORKER = object_of(
         "engines": map_of(TEXT),
         "ranks": array(object_of({"compute_s": SECONDS, "exchange_s": SECONDS})),
         "changed": map_of(TEXT),
+        "unwritten": INTEGER,
         "healthy": FLAG,
         "seen_s": SECONDS,
     }
