@@ -1,8 +1,8 @@
 """Tests client and server with the oldest dependencies that pyproject.toml allows, or the newest.
 
-`python -m tools.bounds oldest` (or `newest`, or either with tests to run) puts them into a fresh environment. Only torch
-stays as constraints.txt has it. What is made is compared with the pipeline of diffusers in the same environment, bit for
-bit; what was recorded with other versions is not looked at.
+`python -m tools.bounds oldest` (or `newest`, or either with tests to run) puts them into a fresh environment. Only
+torch stays as constraints.txt has it. What is made is compared with the pipeline of diffusers in the same environment,
+bit for bit; what was recorded with other versions is not looked at.
 """
 
 from __future__ import annotations
