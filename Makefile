@@ -15,10 +15,17 @@ DAY := not nightly and not gpu
 # the processes that tests start read what was compiled before, also where images are built without it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test docs system lint bench gpu nightly soak oldest newest clean
+.PHONY: demo dist quick test docs system lint bench gpu nightly soak oldest newest clean
 
 demo: $(VENV)/installed
 	$(BIN)/unfuse generate "a red circle on white" -o out.png --overwrite
+
+# sdist and wheel, in dist/; the version is that of the git tag (docs/decisions/134)
+dist:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) build
+	rm -f dist/unfuse-*
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist
 
 # what starts no process and needs no diffusers: under two minutes on two cores, to be run after every change
 quick: $(VENV)/installed-test
@@ -71,7 +78,7 @@ soak: REQUESTS ?= 100000
 soak: $(VENV)/installed-test
 	SOAK_REQUESTS=$(REQUESTS) SOAK_LOG=$(SOAK_LOG) $(BIN)/pytest -s -m nightly tests/chaos/test_soak.py
 
-# client and gateway with the oldest dependencies that pyproject.toml allows, and the newest, each in a fresh environment
+# client and server with the oldest dependencies that pyproject.toml allows, and the newest, each in a fresh environment
 oldest newest: $(VENV)/installed-test
 	$(BIN)/python -m tools.bounds $@
 

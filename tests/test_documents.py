@@ -6,6 +6,7 @@ The other side of each comparison is the code, or a table in this file; no page 
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -26,8 +27,11 @@ from unfuse.server.metrics_table import METRICS
 from unfuse.server.openapi_schemas import REQUEST, STAGE
 from unfuse.transfer import BACKENDS
 
-INSTALLED = re.compile(r"pip install (?:\S+ )*'?\.\[([\w,]+)\]")
-"""A command that installs unfuse from a clone with extras. From an index it cannot be installed yet."""
+WHEEL = r"\$\(ls dist/unfuse-\*\.whl\)"
+"""The wheel of `make dist`, whose name has the version, in a command of a shell."""
+
+INSTALLED = re.compile(rf"pip install (?:\S+ )*'?(?:\.|{WHEEL})\[([\w,]+)\]")
+"""A command that installs unfuse with extras, from a clone or from its wheel. It is on no index yet."""
 
 NEEDED = {
     r"\brediss?(\+sentinel|\+cluster)?://": "redis",
@@ -64,15 +68,29 @@ def test_pages_install_the_extras_their_commands_need(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_pages_never_install_unfuse_from_a_package_index(page: Path) -> None:
-    """unfuse is installed from a clone, whose folder is named as `.`."""
+    """unfuse is installed from a clone, whose folder is named as `.`, or from the wheel that `make dist` makes."""
     typed = [words for block in blocks(page) for words in commands(block) if words[0].endswith("pip")]
     assert [words for words in typed if any(re.match(r"unfuse\b", word) for word in words)] == []
+    named = [word for words in typed for word in words if ".whl" in word]
+    assert [word for word in named if not re.fullmatch(rf"{WHEEL}\[[\w,]+\]|dist/unfuse-\*\.whl", word)] == []
+
+
+def test_extras_in_install_commands_of_pages_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    typed = [" ".join(words) for page in PAGES for block in blocks(page) for words in commands(block)]
+    named = [found[1] for line in typed if (found := INSTALLED.search(line))]
+    assert named and {extra for one in named for extra in one.split(",")} <= extras.keys()
 
 
 def test_missing_extras_of_a_page_are_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("\n\n    bin/pip install '.[serve]'\n\n    UNFUSE_SERVE__QUEUE=redis://10.0.0.1:6379/0\n\n")
     assert lacking(page) == {"redis"}
+
+    page.write_text(
+        "\n\n    pip install \"$(ls dist/unfuse-*.whl)[serve,redis]\"\n\n    unfuse serve --queue redis://h:1\n\n"
+    )
+    assert lacking(page) == set()
 
     page.write_text("`pip install 'unfuse[redis]'`\n\n    unfuse serve --queue redis+sentinel://h:1/a --loras /l\n\n")
     assert lacking(page) == {"lora"}

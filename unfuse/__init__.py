@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unfuse.service.service import local
     from unfuse.stores.tensor_store import TensorStore
 
-__version__ = "0.1.0"
+__version__: str
 
 _NAMES = {
     "local": "unfuse.service.service",
@@ -47,11 +47,23 @@ __all__ = [
 ]
 
 
+def _installed_version() -> str:
+    """Return the version of the installed package, or "0+unknown" for sources that were never installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("unfuse")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
 def __getattr__(name: str) -> Any:
-    """Return the public object of this name, which is imported at first use.
+    """Return the version, or the public object of this name, imported at first use.
 
     Raises AttributeError for any other name, and ImportError for one that needs a package that is not installed.
     """
+    if name == "__version__":
+        return _installed_version()
     if name not in _NAMES and name not in _MODULES:
         raise AttributeError(f"module 'unfuse' has no attribute {name!r}")
     try:

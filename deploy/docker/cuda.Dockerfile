@@ -1,4 +1,4 @@
-# unfuse on NVIDIA GPUs. From the repository's root:  docker build -f deploy/docker/cuda.Dockerfile -t unfuse:cuda .
+# unfuse on NVIDIA GPUs. From the repository's root, after `make dist`:  docker build -f deploy/docker/cuda.Dockerfile -t unfuse:cuda .
 # Run it with `docker run --gpus all`. The torch wheel contains CUDA; the host must have the NVIDIA driver.
 FROM python:3.12-slim-bookworm
 
@@ -6,9 +6,9 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 COPY constraints.txt /tmp/constraints.txt
 RUN pip install --index-url https://download.pytorch.org/whl/cu130 --extra-index-url https://pypi.org/simple \
     --constraint /tmp/constraints.txt torch
-COPY pyproject.toml README.md LICENSE /src/
-COPY unfuse /src/unfuse
-RUN pip install --constraint /tmp/constraints.txt "/src[serve,redis,s3,lora,operator]" && rm -r /src /tmp/constraints.txt \
+COPY dist/*.whl /tmp/dist/
+RUN pip install --constraint /tmp/constraints.txt "$(ls /tmp/dist/*.whl)[serve,redis,s3,lora,operator]" \
+    && rm -r /tmp/dist /tmp/constraints.txt \
     && useradd --create-home --uid 10001 unfuse && install -d -o unfuse -g unfuse -m 700 /data /run/unfuse
 
 USER 10001:10001

@@ -21,7 +21,7 @@ from tests.integration.test_custom_resources import wrong
 from tests.integration.test_deploy import known, parsed
 from tools.chart_schema import SCHEMA, written
 from tools.helm import CHART, Made, Object, Refused, call, made
-from unfuse import __version__
+from tools.packages import next_release
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ("1.30.0", "1.34.0", "1.37.0")
@@ -124,7 +124,7 @@ def test_chart_values_become_the_pipeline_and_pool_specs() -> None:
     own = chart("split").of("DiffusionPipeline")["u"]["spec"]
     said = {key: value for key, value in SPLIT["pipeline"].items() if key != "networkPolicy"}
     assert {key: own[key] for key in said} == said and "models" not in own
-    assert own["imagePullSecrets"] == ["registry"] and own["image"] == f"unfuse:{__version__}"
+    assert own["imagePullSecrets"] == ["registry"] and own["image"] == f"unfuse:{next_release()}"
     assert [(one["name"], one["pool"], one["role"]) for one in own["stages"]] == [
         (pool["name"], f"u-{pool['name']}", pool["role"]) for pool in SPLIT["pools"]
     ]
@@ -144,9 +144,9 @@ def test_objects_of_missing_api_kinds_are_omitted() -> None:
     assert "KEDA" not in notes(NONE)
 
 
-def test_chart_version_and_app_version_match_unfuse() -> None:
+def test_chart_version_and_app_version_are_the_next_release() -> None:
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert about["version"] == about["appVersion"] == __version__
+    assert about["version"] == about["appVersion"] == next_release()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -217,7 +217,7 @@ def test_helm_package_contains_the_symlinked_files(tmp_path: Path) -> None:
     linked |= {
         f"crds/{path.name}": f"kubernetes/crds/{path.name}" for path in (ROOT / "deploy/kubernetes/crds").iterdir()
     }
-    with tarfile.open(tmp_path / f"unfuse-{__version__}.tgz") as packed:
+    with tarfile.open(tmp_path / f"unfuse-{next_release()}.tgz") as packed:
         for inside, there in linked.items():
             found = packed.extractfile(f"unfuse/{inside}")
             assert found and found.read() == (ROOT / "deploy" / there).read_bytes()
@@ -352,8 +352,8 @@ def test_notes_warn_about_the_trial_redis_of_default_values() -> None:
 
 def test_notes_show_the_docker_build_command_for_a_local_image() -> None:
     """As the Dockerfile has it, under the name by which the pods ask for it."""
-    build = f"docker build -f deploy/docker/cpu.Dockerfile -t unfuse:{__version__} ."
-    assert f"  {build}\n" in notes(NONE)
+    build = f"docker build -f deploy/docker/cpu.Dockerfile -t unfuse:{next_release()} ."
+    assert f"  make dist\n  {build}\n" in notes(NONE)
     assert (ROOT / "deploy/docker/cpu.Dockerfile").read_text().partition("\n")[0].endswith(f"  {build}")
     assert "docker build" not in notes({"image": {"repository": "registry.example/unfuse"}})
 

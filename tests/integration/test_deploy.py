@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -33,6 +34,10 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+WHEEL = "dist/*.whl"
+"""What `make dist` makes, from which images are built."""
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 COMPOSE = yaml.safe_load((DEPLOY / "docker" / "compose.yml").read_text())
 
 
@@ -146,8 +151,12 @@ def test_dockerfiles_copy_existing_files_and_run_valid_commands(dockerfile: Path
     does = {name: [rest for step, rest in steps if step == name] for name in {step for step, _ in steps}}
     let_in = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for copied in (source for line in does["COPY"] for source in line.split()[:-1]):
-        assert (ROOT / copied).exists()
+        assert (ROOT / copied).exists() or copied == WHEEL
         assert any(fnmatch(copied, pattern) for pattern in let_in), f"{copied} is kept out by .dockerignore"
+    assert WHEEL in does["COPY"][-1].split()
+    command = re.search(r"pip install .*\$\((ls \S+)\)\[([\w,]+)\]", does["RUN"][-1])
+    assert command and command[1] == f"ls {does['COPY'][-1].split()[-1]}*.whl"
+    assert {*command[2].split(",")} <= {*EXTRAS}
     assert known([setting.partition("=")[0] for line in does["ENV"] for setting in line.split()])
     assert json.loads(does["ENTRYPOINT"][0]) == ["unfuse"]
     parsed(json.loads(does["CMD"][0]))
