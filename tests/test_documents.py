@@ -88,7 +88,7 @@ def test_missing_extras_of_a_page_are_detected(tmp_path: Path) -> None:
     assert lacking(page) == {"redis"}
 
     page.write_text(
-        "\n\n    pip install \"$(ls dist/unfuse-*.whl)[serve,redis]\"\n\n    unfuse serve --queue redis://h:1\n\n"
+        '\n\n    pip install "$(ls dist/unfuse-*.whl)[serve,redis]"\n\n    unfuse serve --queue redis://h:1\n\n'
     )
     assert lacking(page) == set()
 

@@ -179,8 +179,8 @@ class Backpressure(msgspec.Struct, frozen=True):
         """Return the lease request for a worker that requests tasks.
 
         From a pool with several workers, one task is leased at a time, and workers with fewer tasks are served first,
-        so that no worker queues tasks that another one could start. Before a model swap (`request.after_pool` is set), only
-        pools after that one are included.
+        so that no worker queues tasks that another one could start. Before a model swap (`request.after_pool` is set),
+        only pools after that one are included.
 
         reserved_bytes: arena bytes to leave free, by pool, as the method `reserved_bytes` returns them.
         """
