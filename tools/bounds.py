@@ -61,8 +61,12 @@ COMPUTING = (
 )
 """Pictures and chats of a `serve`, and what goes with a model; these tests are slow."""
 
-LEFT_OUT = ("--deselect=tests/server/test_chat_parameters.py::test_every_openai_chat_field_is_known",)
-"""Names that an openai package may lack which fits old dependencies."""
+LEFT_OUT = (
+    "--deselect=tests/server/test_chat_parameters.py::test_every_openai_chat_field_is_known",
+    "--deselect=tests/language/test_tokenizer.py::test_prompts_and_texts_match_transformers",
+)
+"""Names that an openai package may lack which fits old dependencies; and prompts with a content of null, which
+transformers before 5.23 writes as "None". unfuse makes its prompts itself."""
 
 DAY = "not nightly and not gpu"
 QUICK = f"not slow and {DAY}"
