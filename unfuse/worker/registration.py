@@ -98,7 +98,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     orphan_s: float
 
     #: URLs of stores in the worker's own settings. Of a scheduler over TCP, other URLs must name stores of unfuse.
-    own_stores: frozenset[str] = frozenset()
+    own_stores: frozenset[str]
 
     #: HOST:PORT of the health endpoint for probes. Empty means none.
     health: str
