@@ -158,9 +158,9 @@ def route_problems() -> Iterator[Problem]:
 def place_of(parameter: str) -> tuple[Path, int]:
     """Return the file and the line that define a request parameter."""
     for path in sorted((ROOT / "unfuse" / "core").glob("*.py")):
-        before, found, _ = path.read_text().partition(f'Parameter("{parameter}"')
-        if found:
-            return path, before.count("\n") + 1
+        text = path.read_text()
+        if found := re.search(rf'Parameter\(\s*"{parameter}"', text):
+            return path, text.count("\n", 0, found.start()) + 1
     raise LookupError(parameter)
 
 

@@ -30,6 +30,7 @@ def name_repository_files(app: Sphinx, docname: str, source: list[str]) -> None:
         if not target.exists():
             line = found.string.count("\n", 0, found.start()) + 1
             logger.warning("the link target %s does not exist", found[2], location=(docname, line))
+            return found[0]
         path = target.relative_to(ROOT)
         label = found[1].strip("`")
         return f"`{path}`" if label in (str(path), path.name) else f"{found[1]} (`{path}`)"
