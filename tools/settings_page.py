@@ -86,14 +86,15 @@ def tables_by_group(level: Level, fields: Iterable[SettingField]) -> Iterator[st
 
 def settings_table(fields: Iterable[SettingField]) -> str:
     """Return the table of these settings."""
-    return table("variable | flag | default | meaning", map(row, fields))
+    return table("variable and flag | default | meaning", map(row, fields))
 
 
 def row(field: SettingField) -> list[str]:
     """Return a setting's row of its table."""
     value = size(field.default) if field.unit == "byte" else field.written(field.default)
     default = DATA_DIR if field.name == "data_dir" else value
-    return [code(field.variable), code(field.flag if field.name in OFFERED else ""), code(default), field.description]
+    names = f"{code(field.variable)} {code(field.flag if field.name in OFFERED else '')}".rstrip()
+    return [names, code(default), field.description]
 
 
 def size(number: int) -> str:

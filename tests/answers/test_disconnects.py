@@ -134,6 +134,25 @@ def test_dropping_the_client_chat_iterator_cancels_the_request(server: Server) -
         assert server.finished(request)["status"] == "cancelled"
 
 
+def test_closing_a_client_chat_cancels_the_request(server: Server) -> None:
+    before = newest(server)
+    with connect_client(server.url) as client:
+        with client.chat("what is the capital of France", model="zeta", **ENDLESS) as answer:
+            next(answer)
+            request = newest(server)
+            assert request != before
+        assert server.finished(request)["status"] == "cancelled"
+        assert list(answer) == []
+
+
+async def test_closing_an_async_client_chat_cancels_the_request(server: Server) -> None:
+    async with aconnect(server.url) as client:
+        async with client.chat("what is the capital of France", model="zeta", **ENDLESS) as answer:
+            await anext(answer)
+            request = newest(server)
+        assert server.finished(request)["status"] == "cancelled"
+
+
 async def test_cancelling_an_async_client_chat_cancels_the_request(server: Server) -> None:
     async with aconnect(server.url) as client:
         answer = client.chat("what is the capital of France", model="zeta", **ENDLESS)

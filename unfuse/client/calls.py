@@ -11,7 +11,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import quote, urlsplit
@@ -155,7 +155,7 @@ def run(awaitable: Awaitable[T]) -> T:
     raise AssertionError("a call over a blocking transport was suspended")
 
 
-def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
+def iterate(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
     """Yield the items of an asynchronous generator that never suspends.
 
     Closing this iterator closes the generator.

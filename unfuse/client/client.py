@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -383,10 +383,12 @@ class ReceivedAnswer:
 class Chat(ReceivedAnswer, Iterator[str]):
     """A streamed chat answer. Iterating yields the text of each delta, once.
 
+    Closing it before its end cancels the request. As a context manager, it is closed at the end of the block.
+
     `choices` yields the deltas.
     """
 
-    def __init__(self, choices: Iterator[dict[str, Any]]) -> None:
+    def __init__(self, choices: Generator[dict[str, Any], None, None]) -> None:
         super().__init__()
         self._choices = choices
 
@@ -396,9 +398,21 @@ class Chat(ReceivedAnswer, Iterator[str]):
     def __next__(self) -> str:
         return self.add_delta(next(self._choices))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the request, if the answer is not at its end."""
+        self._choices.close()
+
 
 class AsyncChat(ReceivedAnswer, AsyncIterator[str]):
     """A streamed chat answer for `async for`. Iterating yields the text of each delta, once.
+
+    Closing it before its end cancels the request. As a context manager, it is closed at the end of the block.
 
     `choices` yields the deltas.
     """
@@ -412,6 +426,16 @@ class AsyncChat(ReceivedAnswer, AsyncIterator[str]):
 
     async def __anext__(self) -> str:
         return self.add_delta(await anext(self.choices))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel the request, if the answer is not at its end."""
+        await self.choices.aclose()
 
 
 P = ParamSpec("P")
