@@ -16,7 +16,10 @@ def operator(
     namespace: Annotated[
         list[str] | None, typer.Option(help="Namespace to watch; may be repeated [default: all].", metavar="NAME")
     ] = None,
-    image: Annotated[str, typer.Option(help="Container image for pipelines that set none.")] = f"unfuse:{__version__}",
+    image: Annotated[
+        str,
+        typer.Option(help="Container image for pipelines that set none. [default: unfuse:VERSION]", show_default=False),
+    ] = f"unfuse:{__version__}",
     health: Annotated[
         str, typer.Option(help="Address at which liveness probes are answered. [default: none]", metavar="HOST:PORT")
     ] = "",
