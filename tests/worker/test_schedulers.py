@@ -11,10 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from tests.worker import outside
 from tools.addresses import a_worker, unix_address
 from tools.asking import asking
+from tools.cards import PICTURES
 from unfuse.core.clock import SystemClock
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError
@@ -493,6 +496,20 @@ async def test_link_fails_over_at_once_from_killed_schedulers(monkeypatch: pytes
         assert await link.call(Heartbeat()) == HeartbeatReply((), ("here",))
         assert here.heard[0] == HELLO
         assert renewed.is_set()
+
+
+async def test_link_logs_that_it_is_connected_again_and_that_its_models_are_not_served() -> None:
+    """A worker whose models are not served any more gets no tasks, although it is healthy."""
+    async with linked(1) as (link, (first,), _, _):
+        with capture_logs() as logs:
+            await link.register(HELLO)
+            await link.register(replace(HELLO, model_specs=(PICTURES,)))
+            first.kill()
+            assert await link.call(Heartbeat()) == HeartbeatReply((), ("here",))
+        events = [entry["event"] for entry in logs]
+        assert events[:2] == ["lost the connection to the scheduler", "connected to the scheduler again"]
+        assert events[2].startswith("the scheduler serves none of this worker's models, so it gets no tasks")
+        assert logs[2]["models"] == [PICTURES.name]
 
 
 async def test_calls_in_flight_are_resent_to_the_next_scheduler() -> None:

@@ -106,7 +106,9 @@ def print_request(request: dict[str, Any], json: bool) -> None:
             typer.echo(f"{name:15} {shown.cell(shown.format_value(name, value))}")
 
     if request.get("error"):
-        typer.echo(f"{'error':15} {request['error'].get('message')}")
+        error = request["error"]
+        stage = f" (stage {error['stage']})" if error.get("stage") else ""
+        typer.echo(f"{'error':15} {error.get('code')}: {error.get('message')}{stage}")
         for line in (request["error"].get("evidence") or "").splitlines():
             typer.echo(f"{'evidence':15} {line}")
     for file in request.get("result") or ():

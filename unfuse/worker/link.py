@@ -317,6 +317,7 @@ class SchedulerLink:
         self._lock = asyncio.Lock()
         self._tried = 0  # number of schedulers tried since the last registration
         self._missed = 0  # number of heartbeats in a row without an answer
+        self._was_lost = False  # whether a registered connection was lost since the last registration
 
         #: Number of answers so far, from all schedulers.
         self.last_answer = 0
@@ -366,7 +367,7 @@ class SchedulerLink:
         self.last_answer += 1
         if isinstance(answer, UnknownWorker):
             if dealer is self._dealer:  # otherwise another call has already replaced the connection
-                self._registered = None
+                self._registered, self._was_lost = None, True
             raise ConnectionError("the scheduler was restarted")
         return answer
 
@@ -386,11 +387,28 @@ class SchedulerLink:
                 if not isinstance(answer, Registered):
                     await self._switch(f"the scheduler did not register this worker: {answer}")
                     continue
-                self._registered = answer
+                if self._was_lost:
+                    self._log_return(answer)
+                self._registered, self._was_lost = answer, False
                 self._tried = self._missed = 0
                 self.last_answer += 1
                 self._on_registered()
             return self._dealer, self._registered
+
+    def _log_return(self, answer: Registered) -> None:
+        """Log that a scheduler has registered the worker again.
+
+        It also logs a warning if that scheduler serves none of the worker's models.
+        """
+        log.info("connected to the scheduler again", scheduler=self._dealer.address)
+        models = {spec.name for spec in self._registration.model_specs}
+        if models and models.isdisjoint(name for name, *_ in answer.models):
+            log.warning(
+                "the scheduler serves none of this worker's models, so it gets no tasks: restart the worker to load "
+                "the models that the scheduler serves",
+                models=sorted(models),
+                served=sorted(name for name, *_ in answer.models),
+            )
 
     async def _switch_from(self, dealer: Dealer, reason: str) -> None:
         """Connect to the next scheduler, unless another call has done so already."""
@@ -404,6 +422,7 @@ class SchedulerLink:
         if self._tried < len(self._addresses):
             event = "lost the connection to the scheduler" if self.last_answer else "waiting for the scheduler"
             log.warning(event, scheduler=address, reason=reason)
+        self._was_lost = self._was_lost or self._registered is not None
         self._registered, self._missed = None, 0
         self._tried += 1
         rounds, tried_in_round = divmod(self._tried, len(self._addresses))
