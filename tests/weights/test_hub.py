@@ -17,7 +17,8 @@ from tests.disks import small_disk
 from tests.models.hub import Hub, serve
 from tools.server import until
 from unfuse.models import resolve_source
-from unfuse.weights.hub import DownloadProgress
+from unfuse.weights.folder import HubFile
+from unfuse.weights.hub import DownloadProgress, _Download
 
 NAME = "owner/model"
 KIB = 1 << 10
@@ -232,6 +233,20 @@ def test_concurrent_pulls_download_each_byte_once(machine: Machine, hub: Hub, fi
 
     assert machine.here() == weights_of(files)
     assert hub.sent == sum(map(len, weights_of(files).values()))
+
+
+def test_file_completed_before_its_lock_is_taken_is_not_downloaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a process that finds no file, when another one completes it before the first opens the partial file."""
+    file = HubFile(4, "0" * 40)
+    download = _Download(("owner/model", "1"), tmp_path / "snapshots" / "1", {"a": file}, bool)
+    (tmp_path / "blobs").mkdir()
+    blob = tmp_path / "blobs" / file.digest
+    monkeypatch.setattr("unfuse.weights.hub.fcntl.flock", lambda *_: blob.write_bytes(b"done"))
+    with download._lock_partial_file("a", file, blob) as stream:
+        assert stream is None
+    assert [*blob.parent.iterdir()] == [blob]
 
 
 def test_pull_reports_progress_with_rate_and_remaining_time(

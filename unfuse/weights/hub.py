@@ -185,7 +185,7 @@ class _Download:
                 with suppress(BlockingIOError, FileNotFoundError):
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if _is_same_file(stream, partial):
-                        yield stream
+                        yield _unless_complete(stream, partial, blob)
                         return
                 self._received[path] = os.fstat(stream.fileno()).st_size
             if self._stopped.wait(CHECK_INTERVAL_S):
@@ -282,6 +282,17 @@ class _TemporaryError(Exception):
 def _host(url: str) -> str:
     """Return the host and port of a URL."""
     return url.partition("://")[2].partition("/")[0]
+
+
+def _unless_complete(stream: BinaryIO, partial: Path, blob: Path) -> BinaryIO | None:
+    """Return a locked partial file, or None if another process has completed the blob.
+
+    It may have done so before this process opened the partial file, which is then a new one and is deleted.
+    """
+    if not blob.exists():
+        return stream
+    partial.unlink()
+    return None
 
 
 def _is_same_file(stream: BinaryIO, path: Path) -> bool:
