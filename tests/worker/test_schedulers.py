@@ -498,7 +498,7 @@ async def test_link_fails_over_at_once_from_killed_schedulers(monkeypatch: pytes
         assert renewed.is_set()
 
 
-async def test_link_logs_that_it_is_connected_again_and_that_its_models_are_not_served() -> None:
+async def test_link_logs_that_it_is_connected_again_and_that_its_models_are_not_offered() -> None:
     """A worker whose models are not served any more gets no tasks, although it is healthy."""
     async with linked(1) as (link, (first,), _, _):
         with capture_logs() as logs:
@@ -506,10 +506,11 @@ async def test_link_logs_that_it_is_connected_again_and_that_its_models_are_not_
             await link.register(replace(HELLO, model_specs=(PICTURES,)))
             first.kill()
             assert await link.call(Heartbeat()) == HeartbeatReply((), ("here",))
-        events = [entry["event"] for entry in logs]
-        assert events[:2] == ["lost the connection to the scheduler", "connected to the scheduler again"]
-        assert events[2].startswith("the scheduler serves none of this worker's models, so it gets no tasks")
-        assert logs[2]["models"] == [PICTURES.name]
+        lost, *_, again, warning = logs
+        assert lost["event"] == "lost the connection to the scheduler"
+        assert (again["event"], again["log_level"]) == ("connected to the scheduler again", "info")
+        assert warning["event"].startswith("the scheduler offers none of this worker's models, so the worker gets no")
+        assert (warning["models"], warning["offered"]) == ([PICTURES.name], [])
 
 
 async def test_calls_in_flight_are_resent_to_the_next_scheduler() -> None:

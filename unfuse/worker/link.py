@@ -398,16 +398,17 @@ class SchedulerLink:
     def _log_return(self, answer: Registered) -> None:
         """Log that a scheduler has registered the worker again.
 
-        It also logs a warning if that scheduler serves none of the worker's models.
+        It also logs a warning if that scheduler offers none of the worker's models. Then only requests of other servers
+        with the same queue can use the worker.
         """
         log.info("connected to the scheduler again", scheduler=self._dealer.address)
         models = {spec.name for spec in self._registration.model_specs}
         if models and models.isdisjoint(name for name, *_ in answer.models):
             log.warning(
-                "the scheduler serves none of this worker's models, so it gets no tasks: restart the worker to load "
-                "the models that the scheduler serves",
+                "the scheduler offers none of this worker's models, so the worker gets no tasks, unless another server "
+                "has the same queue: restart the worker to load the offered models",
                 models=sorted(models),
-                served=sorted(name for name, *_ in answer.models),
+                offered=sorted(name for name, *_ in answer.models),
             )
 
     async def _switch_from(self, dealer: Dealer, reason: str) -> None:
