@@ -103,9 +103,17 @@ class Name:
 
     def __init__(self, port: int) -> None:
         self.port = port
+        self._writers: list[asyncio.StreamWriter] = []
+
+    def close(self) -> None:
+        """End the connections that are left: a server that stands still does not end its own."""
+        for writer in self._writers:
+            writer.close()
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self._writers.append(far_writer)
 
         async def one_way(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
             while data := await source.read(2**16):
@@ -122,6 +130,7 @@ async def named(primary: Server) -> AsyncIterator[tuple[Name, QueueBackend]]:
     async with opened(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0") as queue:
         yield name, queue
     server.close()
+    name.close()
 
 
 @pytest.mark.slow

@@ -234,6 +234,22 @@ def test_killed_server_raises_errors_and_its_objects_survive(request: pytest.Fix
 
 
 @pytest.mark.slow
+def test_closed_store_has_no_connections_to_redis(redis_server: RedisServer) -> None:
+    """Given a store in Redis and one with copies there, then no connection is left to the collector of garbage."""
+    stores = [
+        TensorStore.create(redis_server.url, owner="k", capacity=MIB),
+        TensorStore.create("memory", owner="k", capacity=MIB, durable=redis_server.url),
+        TensorStore.create(f"spill:memory+{redis_server.url}", owner="k", capacity=MIB),
+    ]
+    for store in stores:
+        store.save(put(store, 1))
+    assert len(redis_server.client.client_list()) > 1
+    for store in stores:
+        store.close()
+    assert len(redis_server.client.client_list()) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redis", "s3"])
 def test_server_killed_during_writes_leaves_only_whole_objects(request: pytest.FixtureRequest, kind: str) -> None:
     server: RedisServer | S3Server = request.getfixturevalue(f"{kind}_server")

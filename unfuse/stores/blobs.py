@@ -73,6 +73,9 @@ class BlobStore(ABC):
     def entries(self, under: str = "") -> Iterator[StoredBlob]:
         """Return all blobs in a folder and its subfolders."""
 
+    def close(self) -> None:  # noqa: B027 - most stores have no connections
+        """Close the connections to the store."""
+
 
 def open_blobs(url: str) -> BlobStore:
     """Open the blob store at a URL: `disk:PATH`, `redis://…`, `s3://BUCKET/…` or `module:attr://…`.

@@ -131,7 +131,8 @@ class KeyedBackend(StorageBackend):
 
     @override
     def close(self) -> None:
-        """Do nothing: sealed objects stay in the blob store."""
+        """Close the connections to the blob store. Sealed objects stay there."""
+        self._blobs.close()
 
     def clear(self) -> None:
         """Delete every object of this owner."""

@@ -104,6 +104,10 @@ class RedisBlobs(BlobStore):
                 else:
                     yield StoredBlob(folder, name, int(nbytes), modified)
 
+    @override
+    def close(self) -> None:
+        self._redis.close()
+
     def _read_parts(self, path: str, nbytes: int) -> Iterator[bytes]:
         """Yield the parts of a blob. Raises NotFound if one has expired."""
         for start in range(0, nbytes, PART_BYTES):

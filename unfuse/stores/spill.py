@@ -125,6 +125,7 @@ class SpillBackend(StorageBackend):
         if not self._options.address:
             with suppress(TransientError):
                 self._slow.clear()
+        self._slow.close()
 
     def _allocate(self, nbytes: int, allocate: Callable[[], Allocated]) -> Allocated:
         """Spill until `allocate` finds room, and return its result."""

@@ -424,6 +424,8 @@ class TensorStore:
     def close(self) -> None:
         """Free everything. Arrays that were read stay valid as long as they exist."""
         self._backend.close()
+        if self._opened_copies is not None:
+            self._opened_copies.close()
 
     def _copies(self) -> KeyedBackend | None:
         """Return the store of durable copies. Raises TransientError if it cannot be opened now."""
