@@ -28,6 +28,7 @@ from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader, Report, RuntimeOptions
 from unfuse.models.components import FAST_TOKENIZERS, OneVae, PictureEncoder, PictureFamily, PictureShape
 from unfuse.models.declared import call_defaults
+from unfuse.models.text_encoders import disable_kv_cache
 from unfuse.models.undivided_family import component
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import NEGATIVE, Stage, StageInput, StageOutput, need
@@ -288,6 +289,9 @@ def _load_block(spec: StageSpec, blocks: str, loader: Loader) -> Any:
     components = {
         name: loader.noise_scheduler() if name == "scheduler" else component(name, loader) for name in spec.components
     }
+    for name in components:
+        if name.startswith("text_encoder"):
+            disable_kv_cache(components[name])
     pipeline.update_components(**components)
     if spec.kind == DENOISE.kind:
         with torch.device("meta"):

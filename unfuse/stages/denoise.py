@@ -31,6 +31,7 @@ from unfuse.stages.base import (
     need_tensor,
 )
 from unfuse.stages.batch_invariant_ops import one_by_one
+from unfuse.stages.device_copies import to_device
 from unfuse.stages.feature_cache import SIMILAR, FeatureCache, Memory
 from unfuse.stages.image_encode import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
 from unfuse.stages.media import remedy
@@ -68,6 +69,16 @@ class NoiseScheduler(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class RowFacts:
+    """What the host knows of one row of a forward, which therefore reads nothing back from the device."""
+
+    #: The key of its timestep, by `Denoiser.phases`.
+    phase: Hashable = ()
+    #: The number of tokens that each mask leaves, in the order of `Denoiser.masks`.
+    tokens: tuple[int, ...] = ()
+
+
 class Denoiser(Protocol):
     """What a model family provides for denoising: its transformers and its noise scheduler's configuration."""
 
@@ -96,28 +107,36 @@ class Denoiser(Protocol):
     def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
         """Return noise as the request's first latents, (1, …), on the generator's device."""
 
-    def constants(self, params: Params) -> Inputs:
-        """Return further inputs that `predict` needs of a request, each (1, …)."""
+    def constants(self, params: Params, inputs: Inputs) -> Inputs:
+        """Return further inputs that `predict` needs of a request, each (1, …). Called once for each half of guidance.
+
+        `inputs`: the inputs from the task, on the device. Constants replace those of equal names.
+        """
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """Return a new noise scheduler for a request with these latents, (1, …)."""
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
+    def predict(
+        self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params, facts: Sequence[RowFacts]
+    ) -> Tensor:
         """Return the transformer's output for these latents, (rows, …).
 
         `latents`: (rows, …). `timestep`: (rows,). `inputs`: each (rows, …). `params`: those of any row, because sizes
-        are equal.
+        are equal. `facts`: those of each row.
         """
 
-    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+    def combine(self, towards: Tensor, away: Tensor, scale: float, phase: Hashable, params: Params) -> Tensor:
         """Return one request's guided prediction, (1, …).
 
         `towards`, `away`: (1, …), the predictions for the prompt and for its negative. `scale`: the guidance scale,
-        above 1. `timestep`: (1,).
+        above 1. `phase`: the key of the timestep.
         """
 
-    def phase(self, timestep: Tensor) -> Hashable:
-        """Return the key that timesteps must have in common for rows to share a forward."""
+    def phases(self, timesteps: Tensor) -> Sequence[Hashable]:
+        """Return a key for each timestep. Rows must have equal keys to share a forward in an exact pool.
+
+        Called once for each request, because reading timesteps waits for the device.
+        """
 
     def rows_per_latent(self, latents: Tensor) -> int:
         """Return how many rows some modules of the transformer make of one row of latents."""
@@ -144,8 +163,12 @@ class DenoiseState:
     negative: Inputs | None
     #: Identifies the LoRA adapters of the request; "": none.
     lora_id: str = ""
-    #: The number of tokens that each mask leaves of the prompt, and of its negative. Set in exact pools only.
+    #: The number of tokens that each mask leaves of the prompt, and of its negative.
     tokens: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    #: The key of each timestep, by `Denoiser.phases`.
+    phases: Sequence[Hashable] = ()
+    #: The noise level before each step and after the last. Set for requests with previews only.
+    sigmas: Sequence[float] = ()
     #: The steps done, with those that were skipped at the start.
     step: int = 0
     #: The number of steps that were skipped at the start.
@@ -161,6 +184,10 @@ class DenoiseState:
     def threshold(self) -> float:
         """The threshold of the feature cache; 0: it is off."""
         return float(self.params.get(SIMILAR) or 0.0)
+
+    def facts(self, *, is_negative: bool) -> RowFacts:
+        """Return the facts of the next step's row for the prompt, or for its negative."""
+        return RowFacts(self.phases[self.step], self.tokens[is_negative])
 
 
 class Denoise(SteppedStage[DenoiseState]):
@@ -251,8 +278,8 @@ class Denoise(SteppedStage[DenoiseState]):
         # The picture's sample comes before the noise: pipelines draw both from one generator, in this order.
         moments, grid = task.tensors.get(MOMENTS), None
         if self._redraw and moments is not None:
-            grid = self._redraw.sample_latents(moments.to(denoiser.device), generator)
-        noise = denoiser.sample_noise(params, generator).to(denoiser.device)
+            grid = self._redraw.sample_latents(to_device(moments, denoiser.device), generator)
+        noise = to_device(denoiser.sample_noise(params, generator), denoiser.device)
         scheduler, guidance = denoiser.noise_scheduler(params, noise), denoiser.guidance(params)
 
         denoise_start = DenoiseStart(scaled(scheduler, noise))
@@ -260,7 +287,7 @@ class Denoise(SteppedStage[DenoiseState]):
             denoise_start = self._redraw.start(task, grid, noise, scheduler)
 
         inputs, negative = self._inputs(task, ""), self._inputs(task, NEGATIVE) if applies(guidance) else None
-        tokens = self._tokens(inputs), self._tokens(negative)
+        tokens = self._tokens(task, ""), self._tokens(task, NEGATIVE) if applies(guidance) else ()
         return DenoiseState(
             params,
             denoise_start.latents,
@@ -270,6 +297,8 @@ class Denoise(SteppedStage[DenoiseState]):
             negative,
             task.derived.lora_id,
             tokens,
+            self._denoiser.phases(scheduler.timesteps),
+            scheduler.sigmas.tolist() if params.get("preview_every") else (),
             denoise_start.step,
             denoise_start.step,
             denoise_start.kept_latents,
@@ -304,8 +333,7 @@ class Denoise(SteppedStage[DenoiseState]):
 
     def exact_batch_key(self, state: DenoiseState) -> Hashable:
         """Return a key of mask lengths, shared shapes, the next step's phase and memory layout."""
-        timesteps = state.scheduler.timesteps
-        phase = self._denoiser.phase(timesteps[min(state.step, len(timesteps) - 1)])
+        phase = state.phases[min(state.step, len(state.phases) - 1)]
         return state.tokens, self._sizes(state), phase, layout(state.latents)
 
     def step(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
@@ -325,7 +353,7 @@ class Denoise(SteppedStage[DenoiseState]):
 
         estimate = None
         if state.params.get("preview_every"):
-            sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()
+            sigma, next_sigma = state.sigmas[step : step + 2]
             # The change of this step, continued to noise level 0.
             estimate = latents - next_sigma * (latents - previous) / (next_sigma - sigma)
 
@@ -362,16 +390,16 @@ class Denoise(SteppedStage[DenoiseState]):
         names |= {name: name for name in self._denoiser.conditions}
         tensors = {name: task.tensors[tensor_name] for name, tensor_name in names.items()}
         inputs = {
-            name: tensor.to(device, dtype if name in embeds else tensor.dtype)
+            name: to_device(tensor, device, dtype if name in embeds else tensor.dtype)
             for name, tensor in tensors.items()
             if tensor is not None
         }
-        return {**inputs, **self._denoiser.constants(task.params)}
+        return {**inputs, **self._denoiser.constants(task.params, inputs)}
 
-    def _tokens(self, inputs: Inputs | None) -> tuple[int, ...]:
-        """Return how many tokens each mask leaves. Computed in exact pools only, for `exact_batch_key`."""
-        masks = [inputs[name] for name in self._denoiser.masks] if self.exact and inputs else []
-        return tuple(int(mask.sum()) for mask in masks)
+    def _tokens(self, task: StageInput, prefix: str) -> tuple[int, ...]:
+        """Return how many tokens each mask of the task leaves. `prefix`: as in `_inputs`."""
+        masks = (task.tensors[prefix + name] for name in self._denoiser.masks)
+        return tuple(int(mask.sum()) for mask in masks if mask is not None)
 
     def _sizes(self, state: DenoiseState) -> tuple[torch.Size, ...]:
         """Return the shapes of the inputs that both halves of guidance share.
@@ -394,7 +422,13 @@ class Denoise(SteppedStage[DenoiseState]):
         return [predictions[row : row + 1] if is_finite[row] else _not_finite(state, dtype) for row, state in rows]
 
     def _forward(
-        self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params, rows_per_request: int = 1
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Inputs,
+        params: Params,
+        facts: Sequence[RowFacts],
+        rows_per_request: int = 1,
     ) -> Tensor:
         """Return the prediction for rows, (rows, …), with batch invariance in exact pools.
 
@@ -402,7 +436,7 @@ class Denoise(SteppedStage[DenoiseState]):
         """
         requests = len(latents) // rows_per_request if self.exact else 1
         with one_by_one(requests, rows_per_request * self._denoiser.rows_per_latent(latents)):
-            return self._denoiser.predict(latents, timestep, inputs, params)
+            return self._denoiser.predict(latents, timestep, inputs, params, facts)
 
     def _predict(self, batch: Sequence[DenoiseState], fused: bool) -> Tensor:
         """Return the predictions of a batch, (requests, …), guidance applied.
@@ -432,14 +466,20 @@ class Denoise(SteppedStage[DenoiseState]):
             # `repeat_interleave` drops the memory layout.
             doubled_latents = latents.repeat_interleave(2, 0).contiguous(memory_format=layout(latents))
             doubled = doubled_latents, timestep.repeat_interleave(2, 0)
+            both_facts = [
+                state.facts(is_negative=is_negative)
+                for state in batch
+                for is_negative in (is_away_first, not is_away_first)
+            ]
             with use_memory("both"):
-                halves = self._forward(*doubled, both_inputs, params, 2 if self._paired else 1)
+                halves = self._forward(*doubled, both_inputs, params, both_facts, 2 if self._paired else 1)
             towards, away = halves[is_away_first::2], halves[not is_away_first :: 2]
         else:
 
             def predict_half(name: str, half_inputs: Inputs) -> Tensor:
+                facts = [state.facts(is_negative=name == UNCONDITIONAL) for state in batch]
                 with use_memory(name):
-                    return self._forward(latents, timestep, half_inputs, params)
+                    return self._forward(latents, timestep, half_inputs, params, facts)
 
             if not negatives:
                 return predict_half(CONDITIONAL, inputs)
@@ -461,7 +501,7 @@ class Denoise(SteppedStage[DenoiseState]):
         combine = self._denoiser.combine
         return _concatenate(
             [
-                combine(towards[row], away[row], state.guidance, timestep[row], state.params)
+                combine(towards[row], away[row], state.guidance, state.phases[state.step], state.params)
                 for row, state in zip(rows, batch, strict=True)
             ]
         )
