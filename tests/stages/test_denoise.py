@@ -13,6 +13,7 @@ from torch import Tensor
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
+from unfuse.stages import denoise as module
 from unfuse.stages.base import Stage, StageInput, guidance_scale, need, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState, RowFacts
 from unfuse.stages.vae_decode import PreviewDecoder
@@ -289,8 +290,10 @@ def test_family_hook_transforms_final_latents_and_previews() -> None:
 def test_non_finite_latents_fail_only_their_request_and_name_the_step() -> None:
     stage = denoise(bad=2)
     late, early = stage.start(task()), stage.start(task(seed=1, num_inference_steps=9))
-    (late,) = advance(stage, late)
-    (late,) = advance(stage, late)
+    for _ in range(3):
+        (late,) = advance(stage, late)
+    with pytest.raises(PermanentError, match="not finite at step 3 of 4"):
+        stage.save(late)
 
     failed, early = next_states(stage, [late, early])
 
@@ -298,6 +301,37 @@ def test_non_finite_latents_fail_only_their_request_and_name_the_step() -> None:
     assert "not finite at step 3 of 4: try a smaller guidance_scale" in str(failed)
     assert isinstance(early, DenoiseState)
     assert torch.allclose(early.latents, noise(1) - 0.1 * 4.0)
+
+
+class LateFlag:
+    """A flag that may not be read before the next forward has begun."""
+
+    def __init__(self, tensor: Tensor, forwards: list[int]) -> None:
+        self._flag, self._forwards, self._made_at = tensor, forwards, len(forwards)
+
+    def read(self) -> list[Tensor]:
+        assert len(self._forwards) > self._made_at, "the host would wait for the device here"
+        return [self._flag]
+
+
+def test_flag_of_a_step_is_read_after_the_next_forward_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    denoiser = Constant()
+    monkeypatch.setattr(module, "HostCopy", lambda tensor: LateFlag(tensor, denoiser.rows))
+    stage = Denoise(denoiser, EXACT)
+    state = stage.start(task())
+    for _ in range(4):
+        (state,) = advance(stage, state)
+    assert stage.finish(state).tensors
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_non_finite_prediction_of_the_last_step_fails_the_result(steps: int) -> None:
+    stage = denoise(bad=1)
+    state = stage.start(task(num_inference_steps=steps))
+    for _ in range(steps):
+        (state,) = advance(stage, state)
+    with pytest.raises(PermanentError, match=f"not finite at step {steps} of {steps}"):
+        stage.finish(state)
 
 
 def test_preview_shows_the_estimated_final_latents() -> None:

@@ -31,7 +31,7 @@ from unfuse.stages.base import (
     need_tensor,
 )
 from unfuse.stages.batch_invariant_ops import one_by_one
-from unfuse.stages.device_copies import to_device
+from unfuse.stages.device_copies import HostCopy, to_device
 from unfuse.stages.feature_cache import SIMILAR, FeatureCache, Memory
 from unfuse.stages.image_encode import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
 from unfuse.stages.media import remedy
@@ -177,6 +177,8 @@ class DenoiseState:
     kept_latents: KeptLatents | None = None
     #: The predicted final latents at the last step, (1, …), for previews.
     estimate: Tensor | None = None
+    #: Whether the last prediction is finite: a flag on its way to the host. None before the first step.
+    is_finite: HostCopy | None = None
     #: The cached residuals of the last forwards, if the request uses the feature cache.
     memory: Memory = field(default_factory=dict)
 
@@ -306,7 +308,12 @@ class Denoise(SteppedStage[DenoiseState]):
 
     @torch.no_grad()
     def save(self, state: DenoiseState) -> Checkpoint:
-        """Return a checkpoint: latents, the number of steps, and the changes of the noise scheduler."""
+        """Return a checkpoint: latents, the number of steps, and the changes of the noise scheduler.
+
+        Raises PermanentError for latents that are not finite.
+        """
+        if not _is_finite(state):
+            raise _not_finite(state, self._denoiser.dtype)
         fresh = self._denoiser.noise_scheduler(state.params, state.latents)
         tensors, values = scheduler_state(state.scheduler, fresh)
         return Checkpoint({"latents": state.latents.cpu(), **tensors}, {"step": state.step, "scheduler": values})
@@ -337,7 +344,10 @@ class Denoise(SteppedStage[DenoiseState]):
         return state.tokens, self._sizes(state), phase, layout(state.latents)
 
     def step(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
-        """Return the predictions, each (1, …), or a PermanentError for one that is not finite."""
+        """Return the predictions, each (1, …), or a PermanentError if that of the step before is not finite.
+
+        The host learns that one step late, when the device already computes the next one: it would wait otherwise.
+        """
         positive, negative = batch[0].tokens
         return self._checked_predictions(batch, self._fused or (self.differs_alone and positive == negative))
 
@@ -358,7 +368,8 @@ class Denoise(SteppedStage[DenoiseState]):
             estimate = latents - next_sigma * (latents - previous) / (next_sigma - sigma)
 
         latents = state.kept_latents.apply_to(state.scheduler, latents, step + 1) if state.kept_latents else latents
-        return replace(state, latents=latents, step=step + 1, estimate=estimate)
+        flag = HostCopy(torch.isfinite(result).all())
+        return replace(state, latents=latents, step=step + 1, estimate=estimate, is_finite=flag)
 
     def progress(self, state: DenoiseState) -> tuple[int, int]:
         """Return (steps done, total steps), without the steps that were skipped at the start."""
@@ -410,16 +421,15 @@ class Denoise(SteppedStage[DenoiseState]):
 
     @torch.no_grad()
     def _checked_predictions(self, batch: Sequence[DenoiseState], fused: bool) -> list[Tensor | Exception]:
-        """Return the predictions of a batch, or an error for those that are not finite.
+        """Return the predictions of a batch, or an error for those whose last prediction is not finite.
 
         `fused`: whether the halves of guidance share a forward.
         """
         if self._adapters is not None:
             self._adapters.use(batch[0].params, batch[0].lora_id)
         predictions = self._predict(batch, fused)
-        is_finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
         dtype, rows = self._denoiser.dtype, enumerate(batch)
-        return [predictions[row : row + 1] if is_finite[row] else _not_finite(state, dtype) for row, state in rows]
+        return [predictions[row : row + 1] if _is_finite(state) else _not_finite(state, dtype) for row, state in rows]
 
     def _forward(
         self,
@@ -524,10 +534,15 @@ def _concatenate_inputs(rows: Sequence[Inputs]) -> Inputs:
     return {name: _concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
+def _is_finite(state: DenoiseState) -> bool:
+    """Return whether the last prediction is finite, as far as there is one."""
+    return state.is_finite is None or bool(state.is_finite.read()[0])
+
+
 def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
-    steps = len(state.scheduler.timesteps)
+    """Return the error for values of the last step that are not finite."""
     return PermanentError(
-        f"denoising produced values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
+        f"denoising produced values that are not finite at step {state.step} of {len(state.scheduler.timesteps)}: "
         f"{remedy('the model', dtype, state.params)}"
     )
 
