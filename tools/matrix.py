@@ -212,7 +212,7 @@ def media_features(folder: Path) -> Iterator[str]:
 def has_feature_cache(kind: Any, folder: Path) -> bool:
     """Return whether the feature cache can be installed in this transformer."""
     from unfuse.core.errors import PermanentError
-    from unfuse.stages.denoise import FeatureCache
+    from unfuse.stages.feature_cache import FeatureCache
 
     try:
         FeatureCache([kind.from_pretrained(folder)]).install()

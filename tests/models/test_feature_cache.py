@@ -39,6 +39,10 @@ def latents(stage: Denoise, task: StageInput) -> np.ndarray:
     return made.float().numpy()
 
 
+def modules(stage: Denoise) -> list[Any]:
+    return [module for transformer in stage._denoiser.transformers for module in transformer.modules()]
+
+
 @contextmanager
 def counted(stage: Denoise) -> Iterator[list[int]]:
     """How often each block of the transformer really attends."""
@@ -111,6 +115,22 @@ def test_feature_cache_state_is_separate_per_request_in_a_batch(undivided: c.Und
     assert [bool(state.memory) for state in states] == [True, True, False]
 
 
+@pytest.mark.parametrize("threshold", [0.3, 0.0])
+def test_no_residuals_of_the_feature_cache_remain_after_a_request(
+    threshold: float, undivided: c.Undivided, stages: c.Load
+) -> None:
+    """Whether the last request used the cache or not, after hooks were installed."""
+    stage, task = denoising(CACHED["cached-wan"], undivided, stages)
+    stage.verify(task)
+    _, last = denoising(CACHED["cached-wan"], undivided, stages, feature_cache=threshold)
+    latents(stage, last)
+    registries = [module._diffusers_hook for module in modules(stage) if hasattr(module, "_diffusers_hook")]
+    hooks = [hook for registry in registries for hook in registry.hooks.values()]
+    managers = [hook.state_manager for hook in hooks if hasattr(hook, "state_manager")]
+    assert managers
+    assert not any(state for manager in managers for state in manager._state_cache.values())
+
+
 def test_feature_cache_is_rejected_in_exact_pools(undivided: c.Undivided, stages: c.Load) -> None:
     job = CACHED["cached-wan"]
     stage, task = denoising(job, undivided, stages)
@@ -121,7 +141,7 @@ def test_feature_cache_is_rejected_in_exact_pools(undivided: c.Undivided, stages
 
 
 def test_feature_cache_on_unsupported_transformer_raises_error(undivided: c.Undivided, stages: c.Load) -> None:
-    from unfuse.stages.denoise import FeatureCache
+    from unfuse.stages.feature_cache import FeatureCache
 
     with pytest.raises(PermanentError, match="feature_cache is not supported by Linear"):
         FeatureCache([torch.nn.Linear(2, 2)]).install()

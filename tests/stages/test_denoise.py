@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from torch import Tensor
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
+from unfuse.stages import denoise as module
 from unfuse.stages.base import Stage, StageInput, guidance_scale, need, next_states
-from unfuse.stages.denoise import Denoise, DenoiseState
+from unfuse.stages.denoise import Denoise, DenoiseState, RowFacts
 from unfuse.stages.vae_decode import PreviewDecoder
 
 PARAMS: Params = {
@@ -56,6 +57,8 @@ class Constant:
         self.conditions = conditions or {}
         self.weight = torch.ones(1, requires_grad=True)
         self.rows: list[int] = []
+        self.facts: list[Sequence[RowFacts]] = []
+        self.reads = 0
 
     def verify(self, params: Params) -> None:
         need(params, "height", int)
@@ -66,24 +69,34 @@ class Constant:
     def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
         return torch.randn((1, 2, int(params["height"] or 0), int(params["width"] or 0)), generator=generator)
 
-    def constants(self, params: Params) -> dict[str, Tensor]:
+    def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"offset": torch.tensor([[float(params.get("offset") or 0.0)]])}
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> Subtract:
         return Subtract(int(params["num_inference_steps"] or 0))
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
+        self.facts.append(facts)
         self.rows.append(len(latents))
         value = inputs["embeds"].mean(1) + inputs["offset"].sum(1)
         value = sum((inputs[name].mean(1) for name in self.conditions), value)
         value = torch.where(timestep <= self.bad, math.nan, value)
         return self.weight * value.view(-1, 1, 1, 1).expand_as(latents)
 
-    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+    def combine(self, towards: Tensor, away: Tensor, scale: float, phase: Hashable, params: Params) -> Tensor:
         return away + scale * (towards - away)
 
-    def phase(self, timestep: Tensor) -> bool:
-        return bool(timestep > 1)
+    def phases(self, timesteps: Tensor) -> Sequence[bool]:
+        self.reads += 1
+        is_early: list[bool] = (timesteps > 1).tolist()
+        return is_early
 
     def rows_per_latent(self, latents: Tensor) -> int:
         return 1
@@ -97,13 +110,19 @@ class Particular(Constant):
 
     masks = {"mask": (1, None)}
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         assert inputs["mask"].dtype == torch.int64
-        return super().predict(latents, timestep, inputs, params) * inputs["mask"].sum(1).view(-1, 1, 1, 1)
+        return super().predict(latents, timestep, inputs, params, facts) * inputs["mask"].sum(1).view(-1, 1, 1, 1)
 
-    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        assert timestep.shape == (1,)
-        return towards if int(timestep) > 1 else away * float(params["seed"] or 0)
+    def combine(self, towards: Tensor, away: Tensor, scale: float, phase: Hashable, params: Params) -> Tensor:
+        return towards if phase else away * float(params["seed"] or 0)
 
     def finish_latents(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([latents[:, :1], torch.zeros_like(latents[:, 1:])], 1)
@@ -244,6 +263,19 @@ def test_family_combines_guidance_per_request_in_a_batch() -> None:
     assert torch.allclose(late.latents, noise(2) - 0.1 * 6.0)
 
 
+def test_forward_is_given_the_facts_of_each_row_and_timesteps_are_read_once() -> None:
+    """The phase and the tokens of prompt and negative, each half in a forward of its own."""
+    denoiser = Particular()
+    stage = Denoise(denoiser, EXACT)
+    state = stage.start(masked())
+    for _ in range(4):
+        (state,) = advance(stage, state)
+
+    phases = [True, True, True, False]
+    assert denoiser.facts == [[RowFacts(phase, (tokens,))] for phase in phases for tokens in (2, 3)]
+    assert denoiser.reads == 1
+
+
 def test_family_hook_transforms_final_latents_and_previews() -> None:
     stage = Denoise(Particular(), EXACT, PreviewDecoder(Picture))
     (state,) = advance(stage, stage.start(masked(num_inference_steps=1, preview_every=1)))
@@ -258,8 +290,10 @@ def test_family_hook_transforms_final_latents_and_previews() -> None:
 def test_non_finite_latents_fail_only_their_request_and_name_the_step() -> None:
     stage = denoise(bad=2)
     late, early = stage.start(task()), stage.start(task(seed=1, num_inference_steps=9))
-    (late,) = advance(stage, late)
-    (late,) = advance(stage, late)
+    for _ in range(3):
+        (late,) = advance(stage, late)
+    with pytest.raises(PermanentError, match="not finite at step 3 of 4"):
+        stage.save(late)
 
     failed, early = next_states(stage, [late, early])
 
@@ -267,6 +301,37 @@ def test_non_finite_latents_fail_only_their_request_and_name_the_step() -> None:
     assert "not finite at step 3 of 4: try a smaller guidance_scale" in str(failed)
     assert isinstance(early, DenoiseState)
     assert torch.allclose(early.latents, noise(1) - 0.1 * 4.0)
+
+
+class LateFlag:
+    """A flag that may not be read before the next forward has begun."""
+
+    def __init__(self, tensor: Tensor, forwards: list[int]) -> None:
+        self._flag, self._forwards, self._made_at = tensor, forwards, len(forwards)
+
+    def read(self) -> list[Tensor]:
+        assert len(self._forwards) > self._made_at, "the host would wait for the device here"
+        return [self._flag]
+
+
+def test_flag_of_a_step_is_read_after_the_next_forward_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    denoiser = Constant()
+    monkeypatch.setattr(module, "HostCopy", lambda tensor: LateFlag(tensor, denoiser.rows))
+    stage = Denoise(denoiser, EXACT)
+    state = stage.start(task())
+    for _ in range(4):
+        (state,) = advance(stage, state)
+    assert stage.finish(state).tensors
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_non_finite_prediction_of_the_last_step_fails_the_result(steps: int) -> None:
+    stage = denoise(bad=1)
+    state = stage.start(task(num_inference_steps=steps))
+    for _ in range(steps):
+        (state,) = advance(stage, state)
+    with pytest.raises(PermanentError, match=f"not finite at step {steps} of {steps}"):
+        stage.finish(state)
 
 
 def test_preview_shows_the_estimated_final_latents() -> None:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
+from unfuse.stages import vae_decode
 from unfuse.stages.base import StageInput
-from unfuse.stages.vae_decode import CausalDecoder, VaeDecode, VaeDecodeState, to_pixels
+from unfuse.stages.device_copies import HostCopy
+from unfuse.stages.vae_decode import CausalDecoder, Pixels, VaeDecode, VaeDecodeState
 
 PARAMS: Params = {"output_format": "png"}
 
@@ -47,7 +49,7 @@ def test_each_frame_becomes_a_lossless_png() -> None:
     pictures = [np.asarray(Image.open(io.BytesIO(media.data))) for media in output.media]
     assert output.tensors == {}
     assert {media.content_type for media in output.media} == {"image/png"}
-    assert np.array_equal(np.stack(pictures), to_pixels(video[0]))
+    assert np.array_equal(np.stack(pictures), Pixels(video[0]).read())
 
 
 @pytest.mark.slow
@@ -62,7 +64,7 @@ def test_pixels_are_rounded_as_diffusers_rounds_them(dtype: torch.dtype) -> None
 
     expected = VideoProcessor().postprocess_video(video, output_type="pil")[0]
 
-    assert np.array_equal(to_pixels(video[0]), np.stack([np.asarray(frame) for frame in expected]))
+    assert np.array_equal(Pixels(video[0]).read(), np.stack([np.asarray(frame) for frame in expected]))
 
 
 def test_non_finite_pixels_raise_permanent_error() -> None:
@@ -107,7 +109,7 @@ def test_batch_of_equal_size_is_decoded_in_one_call_with_separate_files() -> Non
 
     assert decoder.calls == [3]
     assert [output.media[0].content_type for output in outputs] == ["image/png", "image/webp", "image/png"]
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(outputs[2].media[0].data))), to_pixels(videos[2][0])[0])
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(outputs[2].media[0].data))), Pixels(videos[2][0]).read()[0])
 
 
 class Frames(Same):
@@ -178,11 +180,11 @@ def test_request_failing_mid_decode_does_not_fail_its_batch() -> None:
     bad[0, 0, 1, 0, 0] = math.nan
     states = [begun(stage, StageInput(PARAMS, {"latents": latents})) for latents in (good, bad)]
 
-    assert stage.step(states) == states
-    made, error = stage.step(states)
-
-    assert made is states[0]
-    assert isinstance(error, PermanentError)
+    for _ in range(2):
+        assert stage.step(states) == states
+    assert stage.finish(states[0]).media
+    with pytest.raises(PermanentError, match="the decoder produced pixels that are not finite"):
+        stage.finish(states[1])
 
 
 def test_single_images_of_a_causal_decoder_are_batched() -> None:
@@ -201,12 +203,39 @@ def test_non_finite_pixels_fail_only_their_request_in_a_batch(decoder: type[Same
     good, bad = torch.zeros(1, 3, 1, 8, 8), torch.full((1, 3, 1, 8, 8), math.nan)
     states = [stage.start(StageInput(PARAMS, {"latents": latents})) for latents in (bad, good)]
 
-    error, made = stage.step(states)
-
-    assert isinstance(error, PermanentError)
-    assert made is states[1]
+    assert stage.step(states) == states
+    with pytest.raises(PermanentError, match="the decoder produced pixels that are not finite"):
+        stage.finish(states[0])
     (picture,) = stage.finish(states[1]).media
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(picture.data))), to_pixels(good[0])[0])
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(picture.data))), Pixels(good[0]).read()[0])
+
+
+def test_pixels_are_converted_to_bytes_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only uint8 frames and a flag leave the device, by copies for which the step does not wait."""
+    copied: list[Tensor] = []
+
+    class Copy(HostCopy):
+        def __init__(self, *tensors: Tensor) -> None:
+            copied.extend(tensors)
+            super().__init__(*tensors)
+
+    monkeypatch.setattr(vae_decode, "HostCopy", Copy)
+    stage = VaeDecode(Same())
+    state = stage.start(StageInput(PARAMS, {"latents": torch.rand(1, 3, 2, 8, 16)}))
+    assert stage.step([state]) == [state]
+    assert {(tensor.dtype, tensor.numel(), tensor.is_contiguous()) for tensor in copied} == {
+        (torch.uint8, 2 * 8 * 16 * 3, True),
+        (torch.bool, 1, True),
+    }
+
+
+def test_rank_that_encodes_no_files_keeps_no_frames() -> None:
+    stage = VaeDecode(Frames())
+    state = stage.start(StageInput(PARAMS, {"latents": torch.rand(1, 3, 2, 8, 8)}))
+    assert stage.step([state]) == [state]
+    assert state.unencoded
+    stage.discard_frames(state)
+    assert not state.unencoded
 
 
 def test_causal_decoders_are_recognized_by_protocol() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from random import Random
 from statistics import mode
 
 from hypothesis import example, given, settings, strategies as st
 
+from tests.worker.test_step_loop import bench
 from unfuse.worker.batches import MAX_KEYS, SAMPLES, BatchSizes
 
 SIZES = (1, 2, 4, 8)
@@ -256,3 +258,13 @@ def test_batch_keys_are_independent_and_old_ones_are_evicted() -> None:
     for number in range(MAX_KEYS):
         sizes.size(number, 9)
     assert sizes.size("a", 9) == 1
+
+
+def test_device_is_awaited_only_around_a_forward_unlike_the_last_one(tmp_path: Path) -> None:
+    """So that the time of a batch is its own, and that of most steps is waited for by nobody."""
+    loop, count = bench(tmp_path)
+    made_before: list[int] = []
+    loop.loop._batches._synchronize = lambda: made_before.append(len(count.batches))
+    for size in ("a", "a", "b"):
+        loop.outcome(loop.run(steps=3, size=size))
+    assert made_before == [0, 1, 6, 7]

@@ -1,4 +1,4 @@
-"""Components that families share: shapes, text encoders, denoisers, VAEs, image-to-image and inpainting.
+"""Components that families share: shapes, denoisers, VAEs, image-to-image and inpainting.
 
 Image-to-image and inpainting ("redraw") do what diffusers' pipelines for these do, with the components of a text-to-
 image folder. A request without an image has one stage less. The image is encoded by a worker that has the VAE anyway.
@@ -24,6 +24,7 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import READ_ERRORS, DiffusersFamily, Loader
 from unfuse.models.declared import call_defaults, frame_rate
 from unfuse.stages.base import NEGATIVE, Stage, guidance_scale, need
+from unfuse.stages.device_copies import to_device
 from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, TEXT_ENCODE, VAE_DECODE
 from unfuse.weights.folder import ModelFolder
 
@@ -61,56 +62,6 @@ def text_stage(sizes: Mapping[str, int], guidance_param: str = "true_cfg_scale",
 def true_cfg_scale(params: Params) -> float:
     """Return the classifier-free guidance (CFG) scale; 1 without a negative prompt."""
     return 1.0 if params.get("negative_prompt") is None else need(params, "true_cfg_scale", float)
-
-
-class GuidedTextEncoder:
-    """A tokenizer and text encoder for classifier-free guidance; their names end in `suffix`.
-
-    The scale is `true_cfg_scale`, unless `guidance` returns another one.
-    """
-
-    def __init__(self, loader: Loader, suffix: str = "", guidance: Callable[[Params], float] = true_cfg_scale) -> None:
-        self._tokenizer, self._encoder = loader.plain(f"tokenizer{suffix}"), loader.model(f"text_encoder{suffix}")
-        self._device, self.guidance = loader.device, guidance
-
-    def exact_batch_key(self, text: str, length: int) -> Hashable:
-        """Return (): requests share forwards if the encoder attends to padding as to text."""
-        return ()
-
-    def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
-        """Return ids and attention mask, each (texts, length), truncated or padded."""
-        options = {"padding": padding, "max_length": length, "truncation": True, "return_tensors": "pt"}
-        return self._tokenizer(list(texts), return_attention_mask=True, **options).to(self._device)
-
-
-class MaskedTextEncoder(GuidedTextEncoder):
-    """A text encoder that masks padding. `_tokens` may insert texts into a template."""
-
-    @override
-    def exact_batch_key(self, text: str, length: int) -> bool:
-        """Return whether the text fills the length: then no mask is used."""
-        return bool(self._tokens([text], length).attention_mask.all())
-
-
-class T5TextEncoder(GuidedTextEncoder):
-    """T5 as a TextEncoder."""
-
-    name = "prompt_embeds"
-
-    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """Return `name` (texts, length, text dim). Attention includes the padding."""
-        hidden = self._encoder(self._tokens(texts, length).input_ids, output_hidden_states=False)[0]
-        return {self.name: hidden.to(self._encoder.dtype)}
-
-
-class ClipTextEncoder(GuidedTextEncoder):
-    """CLIP as a TextEncoder of pooled embeddings."""
-
-    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """Return `pooled_prompt_embeds` (texts, pooled dim). Texts always have CLIP's length."""
-        tokens = self._tokens(texts, self._tokenizer.model_max_length)
-        pooled = self._encoder(tokens.input_ids, output_hidden_states=False).pooler_output
-        return {"pooled_prompt_embeds": pooled.to(self._encoder.dtype)}
 
 
 Shapes = Mapping[str, tuple[int | None, ...]]
@@ -240,6 +191,10 @@ def shift(config: Mapping[str, Any], patches: int) -> float:
     return mu
 
 
+#: Schedulers that copy their noise levels (sigmas) to the device in each step. Theirs are moved once instead.
+DEVICE_SIGMAS = ("UniPCMultistepScheduler",)
+
+
 class FlowDenoiser:
     """A flow-matching denoiser: a transformer and its noise scheduler, with CFG by a negative prompt.
 
@@ -285,7 +240,7 @@ class FlowDenoiser:
         dtype = self.noise_dtype(params)
         return torch.randn(self._sizes(params), generator=generator, device=generator.device, dtype=dtype)
 
-    def constants(self, params: Params) -> dict[str, Tensor]:
+    def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return {}: the transformer needs no further inputs."""
         return {}
 
@@ -293,13 +248,13 @@ class FlowDenoiser:
         """Return a noise scheduler with the timesteps of its configuration."""
         return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
 
-    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+    def combine(self, towards: Tensor, away: Tensor, scale: float, phase: Hashable, params: Params) -> Tensor:
         """Return the guided prediction: `away`, plus `scale` times the difference to `towards`."""
         return away + scale * (towards - away)
 
-    def phase(self, timestep: Tensor) -> Hashable:
-        """Return (): all timesteps use the same transformer."""
-        return ()
+    def phases(self, timesteps: Tensor) -> Sequence[Hashable]:
+        """Return (), for each timestep: all of them use the same transformer."""
+        return ((),) * len(timesteps)
 
     def rows_per_latent(self, latents: Tensor) -> int:
         """Return 1: a row has one timestep."""
@@ -317,6 +272,8 @@ class FlowDenoiser:
             fresh.set_timesteps(device=latents.device, **timesteps)
         except READ_ERRORS as error:
             raise UnsupportedRequest(f"the model's noise scheduler does not accept these steps: {error}") from error
+        if type(fresh).__name__ in DEVICE_SIGMAS:
+            fresh.sigmas = fresh.sigmas.to(latents.device)
         if self.sets_begin:
             fresh.set_begin_index(0)
         scheduler: NoiseScheduler = fresh
@@ -353,14 +310,22 @@ class GridVae:
     def __init__(self, loader: Loader, channels: str = "z_dim") -> None:
         self.vae, self.device = loader.vae(), loader.device
         self.latents: tuple[int | None, ...] = (1, int(self.vae.config[channels]), None, None, None)
+        self._norms: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def norm(self, grid: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and 1/std of the latents, on the device and in the dtype of a grid."""
+        key = grid.device, grid.dtype
+        if key not in self._norms:
+            self._norms[key] = norm(self.vae, grid)
+        return self._norms[key]
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """Return the latents on the VAE's device, in its dtype."""
-        return latents.to(self.device, self.vae.dtype)
+        return to_device(latents, self.device, self.vae.dtype)
 
     def decode(self, grid: Tensor) -> Tensor:
         """Return pixels (rows, 3, frames, height, width)."""
-        mean, scale = norm(self.vae, grid)
+        mean, scale = self.norm(grid)
         return self._decoded(grid / scale + mean)
 
     def _decoded(self, grid: Tensor) -> Tensor:
@@ -512,20 +477,6 @@ class PictureFamily(DiffusersFamily):
         return super().stage(kind, loader)
 
 
-class ProjectedClipTextEncoder(GuidedTextEncoder):
-    """CLIP as a TextEncoder of its last hidden states but one, and projected embeddings."""
-
-    def __init__(self, loader: Loader, names: Sequence[str], suffix: str = "") -> None:
-        super().__init__(loader, suffix, guidance_scale)
-        self._names = names
-
-    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """Return `names[0]` (texts, tokens, width) and, if named, `names[1]` (texts, projected dim)."""
-        tokens = self._tokens(texts, self._tokenizer.model_max_length)
-        outputs = self._encoder(tokens.input_ids, output_hidden_states=True)
-        return dict(zip(self._names, (outputs.hidden_states[-2], outputs[0]), strict=False))
-
-
 class GridDenoiser(FlowDenoiser):
     """A FlowDenoiser guided by `guidance_scale`, for latents in the transformer's dtype."""
 
@@ -547,7 +498,7 @@ class GridPictureVae:
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """Return the latents as a video of one frame."""
         config, dtype = self._vae.config, self.dtype
-        grid = latents.to(self._device, dtype if self._cast_first else None) / config.scaling_factor
+        grid = to_device(latents, self._device, dtype if self._cast_first else None) / config.scaling_factor
         shifted: Tensor = grid if config.shift_factor is None else grid + config.shift_factor
         return shifted.to(dtype).unsqueeze(2)
 

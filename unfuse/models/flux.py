@@ -33,16 +33,15 @@ from unfuse.models.components import (
     CLIP_TOKENIZERS,
     PATCH,
     T5_TOKENIZERS,
-    ClipTextEncoder,
     GridPictureVae,
     PackedDenoiser,
     PictureEncoder,
     PictureFamily,
     PictureShape,
-    T5TextEncoder,
     need_channels,
     text_stage,
 )
+from unfuse.models.text_encoders import ClipTextEncoder, T5TextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import need
 from unfuse.stages.specs import IMAGE_ENCODE
@@ -51,6 +50,8 @@ from unfuse.weights.folder import ModelFolder
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
+
+    from unfuse.stages.denoise import RowFacts
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class FluxDenoiser(PackedDenoiser):
         self._distilled = shape.distilled
         self.embeds = {"pooled_prompt_embeds": (1, shape.pooled_dim), "prompt_embeds": (1, None, shape.text_dim)}
 
-    def constants(self, params: Params) -> dict[str, Tensor]:
+    def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the positions `img_ids` (1, patches, 3) and, if it is an input, `guidance` (1,)."""
         import torch
 
@@ -101,7 +102,14 @@ class FluxDenoiser(PackedDenoiser):
             constants["guidance"] = torch.tensor([scale], dtype=torch.float32, device=self.device)
         return constants
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         """Return the velocity, in the shape of the latents."""
         text = inputs["prompt_embeds"]
         return self._predicted(
@@ -220,15 +228,29 @@ class KontextDenoiser(FluxDenoiser):
         self.conditions = {"condition": (1, self._shape.channels, None, None)}
 
     @override
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the constants of FLUX.1, with the positions of the reference's patches behind those of the latents."""
         import torch
 
-        reference = inputs["condition"].to(latents.dtype)
-        rows, columns = (torch.arange(side // PATCH, dtype=torch.float32) for side in reference.shape[-2:])
-        ids = torch.cartesian_prod(torch.ones(1), rows, columns)[None].to(inputs["img_ids"])
-        patches = torch.cat([latents, self._shape.pack(reference)], 1)
-        inputs = {**inputs, "img_ids": torch.cat([inputs["img_ids"][:1], ids], 1)}
-        return super().predict(patches, timestep, inputs, params)[:, : latents.shape[1]]
+        constants = super().constants(params, inputs)
+        sides = (side // PATCH for side in inputs["condition"].shape[-2:])
+        rows, columns = (torch.arange(side, dtype=torch.float32) for side in sides)
+        reference_ids = torch.cartesian_prod(torch.ones(1), rows, columns)[None].to(constants["img_ids"])
+        return {**constants, "img_ids": torch.cat([constants["img_ids"], reference_ids], 1)}
+
+    @override
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
+        import torch
+
+        patches = torch.cat([latents, self._shape.pack(inputs["condition"].to(latents.dtype))], 1)
+        return super().predict(patches, timestep, inputs, params, facts)[:, : latents.shape[1]]
 
 
 class Kontext(Flux):

@@ -24,15 +24,14 @@ from unfuse.models.base import EULER, Loader
 from unfuse.models.components import (
     CLIP_TOKENIZERS,
     FAST_TOKENIZERS,
-    ClipTextEncoder,
     FlowDenoiser,
     GridVae,
-    MaskedTextEncoder,
     VideoFamily,
     VideoShape,
     need_channels,
     text_stage,
 )
+from unfuse.models.text_encoders import ClipTextEncoder, MaskedTextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import need
 from unfuse.weights.folder import ModelFolder
@@ -40,7 +39,7 @@ from unfuse.weights.folder import ModelFolder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from unfuse.stages.denoise import NoiseScheduler
+    from unfuse.stages.denoise import NoiseScheduler, RowFacts
 
 #: The index of Llama's hidden states that are the prompt embeddings: the last two layers are omitted.
 HIDDEN = -3
@@ -95,9 +94,9 @@ class LlamaTextEncoder(MaskedTextEncoder):
         return {"prompt_embeds": embeds[:, start:].clone(), "prompt_attention_mask": mask[:, start:].clone()}
 
     @override
-    def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
+    def _tokenize(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
         template, start = self._template()
-        return super()._tokens([template.format(text) for text in texts], length + start, padding)
+        return super()._tokenize([template.format(text) for text in texts], length + start, padding)
 
     def _template(self) -> tuple[str, int]:
         """Return the template, and the number of its tokens before the text."""
@@ -117,7 +116,7 @@ class HunyuanVideoDenoiser(FlowDenoiser):
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim), "pooled_prompt_embeds": (1, shape.pooled_dim)}
         self.masks = {"prompt_attention_mask": (1, None)}
 
-    def constants(self, params: Params) -> dict[str, Tensor]:
+    def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `guidance` (1,). A transformer without guidance distillation ignores it."""
         import torch
 
@@ -131,7 +130,14 @@ class HunyuanVideoDenoiser(FlowDenoiser):
         # The scheduler appends the last level, 0.
         return self._fresh(latents, sigmas=np.linspace(1.0, 0.0, need(params, "num_inference_steps", int) + 1)[:-1])
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         """Return the velocity, in the shape of the latents.
 
         All timesteps are rounded to the dtype of the latents. An undivided pipeline rounds them from the second step

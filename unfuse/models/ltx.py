@@ -27,19 +27,22 @@ from unfuse.models.base import Loader
 from unfuse.models.components import (
     T5_TOKENIZERS,
     FlowDenoiser,
-    T5TextEncoder,
     VideoFamily,
     VideoShape,
     need_channels,
     text_stage,
 )
+from unfuse.models.text_encoders import T5TextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import UNCONDITIONAL, guidance_scale, need
+from unfuse.stages.device_copies import to_device
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from unfuse.stages.denoise import RowFacts
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class LtxDenoiser(FlowDenoiser):
         return super().sample_noise(params, generator).flatten(2).transpose(1, 2)
 
     @override
-    def constants(self, params: Params) -> dict[str, Tensor]:
+    def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `coords` (1, 3, patches): each patch's time in seconds, row and column in pixels."""
         import torch
 
@@ -106,7 +109,14 @@ class LtxDenoiser(FlowDenoiser):
         scaled = [position * scale for position, scale in zip(positions, scales, strict=True)]
         return {"coords": torch.stack(scaled)[None]}
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         """Return the velocity in float32, in the shape of the latents."""
         velocity = self._predicted(
             hidden_states=latents,
@@ -135,7 +145,7 @@ class LtxVae:
         They are rounded to the dtype of the text embeddings, as in the pipeline.
         """
         sides, vae = self._shape.grid(params), self._vae
-        grid = latents.to(self._device).transpose(1, 2).reshape(1, self._shape.channels, *sides)
+        grid = to_device(latents, self._device).transpose(1, 2).reshape(1, self._shape.channels, *sides)
         mean, deviation = (values.view(1, -1, 1, 1, 1).to(grid) for values in (vae.latents_mean, vae.latents_std))
         scaled: Tensor = grid * deviation / vae.config.scaling_factor + mean
         return scaled.to(self._text_dtype).to(vae.dtype)

@@ -28,9 +28,10 @@ from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader, Report, RuntimeOptions
 from unfuse.models.components import FAST_TOKENIZERS, OneVae, PictureEncoder, PictureFamily, PictureShape
 from unfuse.models.declared import call_defaults
+from unfuse.models.text_encoders import disable_kv_cache
 from unfuse.models.undivided_family import component
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
-from unfuse.stages.base import NEGATIVE, Stage, StageInput, StageOutput, need
+from unfuse.stages.base import NEGATIVE, OneStepState, Stage, StageInput, StageOutput, need
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, TEXT_ENCODE, VAE_DECODE
 from unfuse.weights.folder import ModelFolder
 
@@ -67,11 +68,16 @@ TYPES: dict[str, Any] = {
 }
 
 
+#: The name of the images that the block of VAE decoding makes.
+IMAGES = "images"
+
+
 class BlockStage(Stage):
     """A stage that runs one block, for one task at a time."""
 
     def __init__(self, spec: StageSpec, family: Modular, loader: Loader, distilled: bool) -> None:
         self.kind, self._spec = spec.kind, spec
+        self.encodes = spec.kind == VAE_DECODE.kind
         self._unguided = family.unguided
         self._device, self._draws_on_device = loader.device, loader.runtime.options.noise_device != "cpu"
         self._block = _load_block(spec, family.blocks[distilled], loader)
@@ -103,10 +109,23 @@ class BlockStage(Stage):
 
     @override
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        import torch
+        return [self.finish(OneStepState(task, self._output(task))) for task in batch]
 
-        with torch.no_grad():
-            return [self._output(self._values(task), task.params) for task in batch]
+    @override
+    def step(self, batch: Sequence[OneStepState]) -> list[StageOutput]:
+        return [self._output(state.task) for state in batch]
+
+    @override
+    def finish(self, state: OneStepState) -> StageOutput:
+        """Return the block's outputs for later stages, or for VAE decoding the encoded images."""
+        assert state.output
+        if not self.encodes:
+            return state.output
+        from unfuse.stages.media import encode, remedy, to_bytes
+
+        images: Any = state.output.tensors[IMAGES]
+        advice = remedy("the model's decoder", self._block.vae.dtype)
+        return StageOutput(media=encode(to_bytes(images, "decoder", advice), state.task.params))
 
     def _values(self, task: StageInput) -> dict[str, Any]:
         """Run the block. Returns all its values by name: inputs, intermediates and outputs."""
@@ -133,14 +152,13 @@ class BlockStage(Stage):
         values: dict[str, Any] = self._block(**inputs).values
         return values
 
-    def _output(self, values: Mapping[str, Any], params: Params) -> StageOutput:
-        """Return the block's outputs for later stages, or for VAE decoding the encoded images."""
-        if self.kind != VAE_DECODE.kind:
-            return StageOutput({name: values.get(name) for name in self._spec.outputs})
-        from unfuse.stages.media import encode, remedy, to_bytes
+    def _output(self, task: StageInput) -> StageOutput:
+        """Run the block. Returns its outputs for later stages, or for VAE decoding the images as arrays."""
+        import torch
 
-        advice = remedy("the model's decoder", self._block.vae.dtype)
-        return StageOutput(media=encode(to_bytes(values["images"], "decoder", advice), params))
+        with torch.no_grad():
+            values = self._values(task)
+        return StageOutput({name: values.get(name) for name in self._spec.outputs or (IMAGES,)})
 
 
 class References(PictureEncoder):
@@ -288,6 +306,9 @@ def _load_block(spec: StageSpec, blocks: str, loader: Loader) -> Any:
     components = {
         name: loader.noise_scheduler() if name == "scheduler" else component(name, loader) for name in spec.components
     }
+    for name in components:
+        if name.startswith("text_encoder"):
+            disable_kv_cache(components[name])
     pipeline.update_components(**components)
     if spec.kind == DENOISE.kind:
         with torch.device("meta"):

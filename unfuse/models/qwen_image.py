@@ -12,7 +12,7 @@ Classifier-free guidance applies with a `negative_prompt` and a `true_cfg_scale`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +27,20 @@ from unfuse.models.components import (
     FAST_TOKENIZERS,
     PATCH,
     GridVae,
-    GuidedTextEncoder,
     PackedDenoiser,
     PictureFamily,
     PictureShape,
     need_channels,
     text_stage,
 )
+from unfuse.models.text_encoders import GuidedTextEncoder, Tokens
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from unfuse.stages.denoise import RowFacts
 
 #: The length at which the pipeline truncates a prompt, whatever the requested length.
 MAX_TOKENS = 1024
@@ -71,14 +73,15 @@ class QwenTextEncoder(GuidedTextEncoder):
 
         The mask (texts, length) is 1 for a text's tokens.
         """
-        tokens, start = self._tokens_in_template(texts)
+        tokenized, template_tokens = self._tokenize_in_template(texts)
+        tokens = Tokens.on(self._device, tokenized)
         inputs = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask}
         hidden = self._encoder(**inputs, output_hidden_states=True).hidden_states[-1]
         embeds = hidden.new_zeros(len(texts), length, hidden.shape[-1], dtype=self._encoder.dtype)
         mask = tokens.attention_mask.new_zeros(len(texts), length)
 
-        for row, (states, is_token) in enumerate(zip(hidden, tokens.attention_mask.bool(), strict=True)):
-            text_states = states[is_token][start : start + length]
+        for row, (states, (start, stop)) in enumerate(zip(hidden, tokens.spans, strict=True)):
+            text_states = states[start:stop][template_tokens : template_tokens + length]
             embeds[row, : len(text_states)] = text_states
             mask[row, : len(text_states)] = 1
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
@@ -86,17 +89,17 @@ class QwenTextEncoder(GuidedTextEncoder):
     @override
     def exact_batch_key(self, text: str, length: int) -> int:
         """Return the number of tokens, because a batch is padded to the longest text."""
-        tokens, _ = self._tokens_in_template([text])
-        return int(tokens.input_ids.shape[1])
+        tokenized, _ = self._tokenize_in_template([text])
+        return int(tokenized.input_ids.shape[1])
 
-    def _tokens_in_template(self, texts: Sequence[str]) -> tuple[Any, int]:
+    def _tokenize_in_template(self, texts: Sequence[str]) -> tuple[Any, int]:
         """Return the tokens of the texts in their template, and how many precede a text."""
         from diffusers.modular_pipelines.qwenimage.prompt_templates import (
             QWENIMAGE_PROMPT_TEMPLATE as TEMPLATE,
             QWENIMAGE_PROMPT_TEMPLATE_START_IDX as START,
         )
 
-        return self._tokens([TEMPLATE.format(text) for text in texts], MAX_TOKENS + START, "longest"), START
+        return self._tokenize([TEMPLATE.format(text) for text in texts], MAX_TOKENS + START, "longest"), START
 
 
 class QwenImageDenoiser(PackedDenoiser):
@@ -108,10 +111,17 @@ class QwenImageDenoiser(PackedDenoiser):
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
         self.masks = {"prompt_embeds_mask": (1, None)}
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         """Return the velocity, in the shape of the latents."""
         mask = inputs["prompt_embeds_mask"]
-        lengths = mask.sum(1).tolist()
+        lengths = [length for row_facts in facts for length in row_facts.tokens]
         longest = max(lengths)
 
         # Without padding no mask is passed, as in the undivided pipeline: attention with a mask rounds differently.
@@ -124,11 +134,11 @@ class QwenImageDenoiser(PackedDenoiser):
         )
 
     @override
-    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+    def combine(self, towards: Tensor, away: Tensor, scale: float, phase: Hashable, params: Params) -> Tensor:
         """Return the guided prediction, with each patch rescaled to its norm in `towards`."""
         import torch
 
-        combined = super().combine(towards, away, scale, timestep, params)
+        combined = super().combine(towards, away, scale, phase, params)
         target_norm, norm = (torch.norm(prediction, dim=-1, keepdim=True) for prediction in (towards, combined))
         rescaled: Tensor = combined * (target_norm / norm)
         return rescaled

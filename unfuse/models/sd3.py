@@ -27,12 +27,11 @@ from unfuse.models.components import (
     GridPictureVae,
     PictureFamily,
     PictureShape,
-    ProjectedClipTextEncoder,
-    T5TextEncoder,
     need_channels,
     shift,
     text_stage,
 )
+from unfuse.models.text_encoders import ProjectedClipTextEncoder, T5TextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import UNCONDITIONAL, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
@@ -40,7 +39,7 @@ from unfuse.weights.folder import ModelFolder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from unfuse.stages.denoise import NoiseScheduler
+    from unfuse.stages.denoise import NoiseScheduler, RowFacts
 
 #: The setting for blocks in which the image also has an attention of its own.
 DUAL = "dual_attention_layers"
@@ -112,7 +111,14 @@ class Sd3Denoiser(GridDenoiser):
         rows, columns = (side // self._patch for side in latents.shape[-2:])
         return self._fresh(latents, num_inference_steps=steps, mu=shift(config, rows * columns))
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         """Return the velocity, in the shape of the latents."""
         import torch
 

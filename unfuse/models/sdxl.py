@@ -29,18 +29,20 @@ from unfuse.models.components import (
     GridPictureVae,
     PictureFamily,
     PictureShape,
-    ProjectedClipTextEncoder,
     computing_in,
     forces_upcast,
     need_channels,
     text_stage,
 )
+from unfuse.models.text_encoders import ProjectedClipTextEncoder
 from unfuse.stages.base import UNCONDITIONAL, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from unfuse.stages.denoise import RowFacts
 
 #: The pipeline requires sides to be a multiple of this, whatever the VAE.
 PIXEL_MULTIPLE = 8
@@ -95,14 +97,21 @@ class SdxlDenoiser(GridDenoiser):
             "pooled_prompt_embeds": (1, shape.pooled),
         }
 
-    def constants(self, params: Params) -> dict[str, Tensor]:
+    def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `time_ids` (1, 6): original size, crop position (0, 0) and target size."""
         import torch
 
         size = [need(params, side, int) for side in ("height", "width")]
         return {"time_ids": torch.tensor([[*size, 0, 0, *size]], dtype=self.dtype, device=self.device)}
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         """Return the predicted noise or velocity, depending on the noise scheduler's configuration."""
         import torch
 

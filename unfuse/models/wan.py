@@ -19,7 +19,7 @@ same seed gives the same video only on machines that have the same one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
@@ -40,14 +40,13 @@ from unfuse.models.components import (
     T5_TOKENIZERS,
     FlowDenoiser,
     GridVae,
-    MaskedTextEncoder,
     PictureEncoder,
     VideoFamily,
     VideoShape,
     need_channels,
-    norm,
     text_stage,
 )
+from unfuse.models.text_encoders import MaskedTextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import guidance_scale, need
 from unfuse.stages.specs import IMAGE_ENCODE
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from unfuse.stages.denoise import RowFacts
 
 #: WanPipeline requires sides to be a multiple of this, whatever the VAE.
 PIXEL_MULTIPLE = 16
@@ -173,19 +173,18 @@ class WanTextEncoder(MaskedTextEncoder):
     """UMT5 as a TextEncoder."""
 
     @override
-    def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
+    def _tokenize(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        return super()._tokens([prompt_clean(text) for text in texts], length, padding)
+        return super()._tokenize([prompt_clean(text) for text in texts], length, padding)
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
         """Return `prompt_embeds` (texts, length, text dim), zero after a text's own tokens."""
         tokens = self._tokens(texts, length)
-        mask = tokens.attention_mask
-        hidden = self._encoder(tokens.input_ids, mask).last_hidden_state
+        hidden = self._encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
         embeds = hidden.new_zeros(hidden.shape, dtype=self._encoder.dtype)
-        for row, count in enumerate(mask.sum(1).tolist()):
-            embeds[row, :count] = hidden[row, :count]
+        for row, (start, stop) in enumerate(tokens.spans):
+            embeds[row, : stop - start] = hidden[row, : stop - start]
         return {"prompt_embeds": embeds}
 
 
@@ -220,33 +219,48 @@ class WanDenoiser(FlowDenoiser):
         if params.get(SECOND) is not None:
             need(params, SECOND, float)
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         """Return the velocity, in the shape of the latents.
 
         Each of two transformers runs the rows at its noise levels.
         """
-        if self._low is None:
-            return self._velocity(self._transformer, latents, timestep, inputs)
+        import torch
 
-        high = timestep >= self._boundary
-        velocity = latents.new_empty(latents.shape)
-        for transformer, rows in ((self._transformer, high), (self._low, ~high)):
-            if bool(rows.any()):
-                row_inputs = {name: value[rows] for name, value in inputs.items()}
-                velocity[rows] = self._velocity(transformer, latents[rows], timestep[rows], row_inputs)
-        return velocity
+        velocities: list[Tensor] = [latents] * len(latents)
+        for is_low, transformer in enumerate(self.transformers):
+            rows = [row for row, row_facts in enumerate(facts) if row_facts.phase == bool(is_low)]
+            if len(rows) == len(latents):
+                return self._velocity(transformer, latents, timestep, inputs)
+            if rows:
+                # Joined row by row, because an index on the host would be copied to the device.
+                tensors = {"latents": latents, "timestep": timestep, **inputs}
+                picked = {name: torch.cat([tensor[row : row + 1] for row in rows]) for name, tensor in tensors.items()}
+                velocity = self._velocity(transformer, picked.pop("latents"), picked.pop("timestep"), picked)
+                for index, row in enumerate(rows):
+                    velocities[row] = velocity[index : index + 1]
+        return torch.cat(velocities)
 
     @override
-    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+    def combine(self, towards: Tensor, away: Tensor, scale: float, phase: Hashable, params: Params) -> Tensor:
         """Return the guided prediction, at low noise with the second scale if it is set."""
-        if self._low is not None and params.get(SECOND) is not None and bool(timestep < self._boundary):
+        if phase and params.get(SECOND) is not None:
             scale = need(params, SECOND, float)
-        return super().combine(towards, away, scale, timestep, params)
+        return super().combine(towards, away, scale, phase, params)
 
     @override
-    def phase(self, timestep: Tensor) -> bool:
-        """Return whether the second transformer runs this timestep."""
-        return self._low is not None and bool(timestep < self._boundary)
+    def phases(self, timesteps: Tensor) -> Sequence[bool]:
+        """Return, for each timestep, whether the second transformer runs it."""
+        if self._low is None:
+            return (False,) * len(timesteps)
+        is_low: list[bool] = (timesteps < self._boundary).tolist()
+        return is_low
 
     @override
     def rows_per_latent(self, latents: Tensor) -> int:
@@ -320,7 +334,7 @@ class WanVae(GridVae):
         from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
         vae = self._loaded_vae()
-        mean, scale = norm(vae, grid)
+        mean, scale = self.norm(grid)
         latents = vae.post_quant_conv(grid / scale + mean)
         # The cache is taken from the VAE, because other requests may be decoded between two fragments.
         vae.clear_cache()
@@ -464,7 +478,7 @@ class WanPicture(PictureEncoder):
             video[:, :, -1] = last
 
         latents = vae.encode(video.to(self._vae.device, vae.dtype)).latent_dist.mode().float()
-        mean, scale = norm(vae, latents)
+        mean, scale = self._vae.norm(latents)
         normalized: Tensor = (latents - mean) * scale
         if self._shape.first:
             return normalized

@@ -10,7 +10,7 @@ with a `guidance_scale` above 0. The scale counts from the prompt's own predicti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -28,13 +28,13 @@ from unfuse.models.components import (
     PATCH,
     FlowDenoiser,
     GridPictureVae,
-    MaskedTextEncoder,
     PictureFamily,
     PictureShape,
     need_channels,
     shift,
     text_stage,
 )
+from unfuse.models.text_encoders import MaskedTextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import CONDITIONAL, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from unfuse.stages.denoise import NoiseScheduler
+    from unfuse.stages.denoise import NoiseScheduler, RowFacts
 
 FRAMES = 1  # latents along time that the pipeline has the transformer see as one
 USUAL = 1024  # default side in pixels, whatever the VAE
@@ -93,18 +93,17 @@ class ChatTextEncoder(MaskedTextEncoder):
         # The tokenizer may pad on either side. The outputs are padded at the end.
         embeds = hidden.new_zeros(hidden.shape)
         mask = tokens.attention_mask.new_zeros(is_token.shape)
-        for row, (states, row_is_token) in enumerate(zip(hidden, is_token, strict=True)):
-            count = int(row_is_token.sum())
-            embeds[row, :count] = states[row_is_token]
-            mask[row, :count] = 1
+        for row, (states, (start, stop)) in enumerate(zip(hidden, tokens.spans, strict=True)):
+            embeds[row, : stop - start] = states[start:stop]
+            mask[row, : stop - start] = 1
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
 
     @override
-    def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
+    def _tokenize(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
         options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
         chats = [[{"role": "user", "content": text}] for text in texts]
         prompts = [self._tokenizer.apply_chat_template(chat, **options) for chat in chats]
-        return super()._tokens(prompts, length, padding)
+        return super()._tokenize(prompts, length, padding)
 
 
 class ZImageDenoiser(FlowDenoiser):
@@ -131,24 +130,31 @@ class ZImageDenoiser(FlowDenoiser):
         mu = shift(self._scheduler.config, latents.shape[-2] // PATCH * (latents.shape[-1] // PATCH))
         return self._fresh(latents, sigmas=torch.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Mapping[str, Tensor],
+        params: Params,
+        facts: Sequence[RowFacts],
+    ) -> Tensor:
         """Return the velocity in float32, in the shape of the latents.
 
         The transformer's output has the opposite sign.
         """
         import torch
 
-        texts = zip(inputs["prompt_embeds"], inputs["prompt_embeds_mask"].sum(1).tolist(), strict=True)
+        lengths = [length for row_facts in facts for length in row_facts.tokens]
         outputs = self._transformer(
             [*latents.unsqueeze(2)],
             (1000 - timestep) / 1000,
-            [text[:count] for text, count in texts],
+            [text[:length] for text, length in zip(inputs["prompt_embeds"], lengths, strict=True)],
             return_dict=False,
         )[0]
         return -torch.stack([output.float() for output in outputs]).squeeze(2)
 
     @override
-    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+    def combine(self, towards: Tensor, away: Tensor, scale: float, phase: Hashable, params: Params) -> Tensor:
         """Return the guided prediction, beyond `towards` by `guidance_scale` times the difference."""
         return towards + guidance_scale(params) * (towards - away)
 

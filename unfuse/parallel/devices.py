@@ -71,3 +71,12 @@ if __name__ == "__main__":
     for device in accelerators():
         fields = device.partition(":")[0], *map(str, memory(device)), name_of(device)
         sys.stdout.write(",".join(fields) + "\n")
+
+
+def synchronize(device: str) -> None:
+    """Wait until a device has computed all that this process has queued."""
+    module = torch.get_device_module(torch.device(device))
+    if device.startswith("mps"):
+        module.synchronize()
+    else:
+        module.synchronize(device)

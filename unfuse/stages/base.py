@@ -187,6 +187,10 @@ class Stage(ABC):
     #: Whether a second thread may call `new_chunks` for a step, and store its prefix blocks, while the next step runs.
     #: The report of a step then uses no data that steps need. If it ends the task, the next step was computed in vain.
     can_overlap = False
+    #: Whether the stage encodes files. The first rank then calls `video_fragment` and `finish` in a second thread, for
+    #: one task at a time, in the order of its steps. The next steps of the task, and of others, are computed meanwhile.
+    #: Such a stage has no `new_chunks` and no `prefix_blocks`.
+    encodes = False
 
     @abstractmethod
     def verify(self, task: StageInput) -> None:
@@ -309,6 +313,9 @@ class Stage(ABC):
         """
         return b""
 
+    def discard_frames(self, state: Any) -> None:  # noqa: B027
+        """Free the frames that the last step left to encode. Called on ranks that encode no files."""
+
     def new_chunks(self, state: Any) -> Sequence[bytes]:
         """Return the chunks, such as token deltas, that the last step added to the output.
 
@@ -375,8 +382,9 @@ class SteppedStage(Stage, Generic[State]):
                 if isinstance(next_state, Exception):
                     raise next_state
                 state = next_state
-                # Called for its effect: an answer adds the step's token to its text here.
+                # Called for their effects: an answer adds the step's token to its text, a video its frames to the file.
                 self.new_chunks(state)
+                self.video_fragment(state)
 
             outputs.append(self.finish(state))
             self.release(state)

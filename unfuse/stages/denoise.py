@@ -5,8 +5,7 @@ Implements classifier-free guidance (also CFG parallel), LoRA adapters, the feat
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -32,6 +31,8 @@ from unfuse.stages.base import (
     need_tensor,
 )
 from unfuse.stages.batch_invariant_ops import one_by_one
+from unfuse.stages.device_copies import HostCopy, to_device
+from unfuse.stages.feature_cache import SIMILAR, FeatureCache, Memory
 from unfuse.stages.image_encode import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
 from unfuse.stages.media import remedy
 from unfuse.stages.vae_decode import PreviewDecoder
@@ -42,15 +43,6 @@ Inputs = Mapping[str, Tensor]
 
 #: Types of a noise scheduler's attributes that checkpoints store as they are, besides tensors and lists.
 PLAIN = (int, float, str, bool, type(None))
-
-#: The name of diffusers' hook on the first block of a transformer.
-LEADER = "fbc_leader_block_hook"
-#: A threshold below every difference: no block is skipped, so the result is exact.
-NEVER = -1.0
-#: The cached block outputs of one request: for each transformer (by index), diffusers' states by forward name.
-Memory = dict[int, dict[str, Any]]
-#: The request parameter that allows blocks to be skipped: a threshold, see `FeatureCache`.
-SIMILAR = "feature_cache"
 
 
 class NoiseScheduler(Protocol):
@@ -75,6 +67,16 @@ class NoiseScheduler(Protocol):
 
         `return_dict` must be false.
         """
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What the host knows of one row of a forward, which therefore reads nothing back from the device."""
+
+    #: The key of its timestep, by `Denoiser.phases`.
+    phase: Hashable = ()
+    #: The number of tokens that each mask leaves, in the order of `Denoiser.masks`.
+    tokens: tuple[int, ...] = ()
 
 
 class Denoiser(Protocol):
@@ -105,79 +107,42 @@ class Denoiser(Protocol):
     def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
         """Return noise as the request's first latents, (1, …), on the generator's device."""
 
-    def constants(self, params: Params) -> Inputs:
-        """Return further inputs that `predict` needs of a request, each (1, …)."""
+    def constants(self, params: Params, inputs: Inputs) -> Inputs:
+        """Return further inputs that `predict` needs of a request, each (1, …). Called once for each half of guidance.
+
+        `inputs`: the inputs from the task, on the device. Constants replace those of equal names.
+        """
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """Return a new noise scheduler for a request with these latents, (1, …)."""
 
-    def predict(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
+    def predict(
+        self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params, facts: Sequence[RowFacts]
+    ) -> Tensor:
         """Return the transformer's output for these latents, (rows, …).
 
         `latents`: (rows, …). `timestep`: (rows,). `inputs`: each (rows, …). `params`: those of any row, because sizes
-        are equal.
+        are equal. `facts`: those of each row.
         """
 
-    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+    def combine(self, towards: Tensor, away: Tensor, scale: float, phase: Hashable, params: Params) -> Tensor:
         """Return one request's guided prediction, (1, …).
 
         `towards`, `away`: (1, …), the predictions for the prompt and for its negative. `scale`: the guidance scale,
-        above 1. `timestep`: (1,).
+        above 1. `phase`: the key of the timestep.
         """
 
-    def phase(self, timestep: Tensor) -> Hashable:
-        """Return the key that timesteps must have in common for rows to share a forward."""
+    def phases(self, timesteps: Tensor) -> Sequence[Hashable]:
+        """Return a key for each timestep. Rows must have equal keys to share a forward in an exact pool.
+
+        Called once for each request, because reading timesteps waits for the device.
+        """
 
     def rows_per_latent(self, latents: Tensor) -> int:
         """Return how many rows some modules of the transformer make of one row of latents."""
 
     def finish_latents(self, latents: Tensor, inputs: Inputs) -> Tensor:
         """Return one request's latents after its last step as the stage's output, (1, …)."""
-
-
-class FeatureCache:
-    """A feature cache that skips most transformer blocks while the first one's output changes little.
-
-    First-block caching, as in diffusers (https://github.com/chengzeyi/ParaAttention, after TeaCache, arXiv:2411.19108).
-    If the residual of the first block differs from the last step's by less than a threshold, the other blocks are
-    skipped, and their last residual is used again. diffusers stores these residuals in its hooks. Here each request has
-    its own, which are freed with its state. Hooks are installed when a request first uses the cache.
-    """
-
-    def __init__(self, transformers: Sequence[Any]) -> None:
-        self._transformers = transformers
-        self._hooks: list[tuple[Any, Any]] = []
-
-    def install(self) -> None:
-        """Install the hooks. Raises PermanentError for a transformer that cannot skip its blocks."""
-        from diffusers import FirstBlockCacheConfig
-
-        # A call that failed midway has installed some hooks already; diffusers refuses to enable a cache twice.
-        for transformer in self._transformers[len(self._hooks) :]:
-            try:
-                transformer.enable_cache(FirstBlockCacheConfig(threshold=NEVER))
-            except (AttributeError, ValueError, IndexError) as error:
-                name = type(transformer).__name__
-                raise PermanentError(f"feature_cache is not supported by {name}: leave it out") from error
-
-            registries = (getattr(module, "_diffusers_hook", None) for module in transformer.modules())
-            leader = next(hook for registry in registries if registry and (hook := registry.get_hook(LEADER)))
-            self._hooks.append((transformer, leader))
-
-    @contextmanager
-    def use_memory(self, memory: Memory | None, threshold: float, forward: str) -> Iterator[None]:
-        """Make the forwards in this context use a request's cached residuals.
-
-        `memory`: the residuals; None: none are used or stored. `threshold`: the relative change of the first block's
-        residual up to which the other blocks are skipped. `forward`: the name under which residuals are stored.
-        """
-        with ExitStack() as contexts:
-            for number, (transformer, hook) in enumerate(self._hooks):
-                hook.threshold = NEVER if memory is None else threshold
-                # diffusers has no public way to exchange the states of a hook.
-                hook.state_manager._state_cache = {} if memory is None else memory.setdefault(number, {})
-                contexts.enter_context(transformer.cache_context(forward))
-            yield
 
 
 @dataclass(frozen=True)
@@ -198,8 +163,12 @@ class DenoiseState:
     negative: Inputs | None
     #: Identifies the LoRA adapters of the request; "": none.
     lora_id: str = ""
-    #: The number of tokens that each mask leaves of the prompt, and of its negative. Set in exact pools only.
+    #: The number of tokens that each mask leaves of the prompt, and of its negative.
     tokens: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    #: The key of each timestep, by `Denoiser.phases`.
+    phases: Sequence[Hashable] = ()
+    #: The noise level before each step and after the last. Set for requests with previews only.
+    sigmas: Sequence[float] = ()
     #: The steps done, with those that were skipped at the start.
     step: int = 0
     #: The number of steps that were skipped at the start.
@@ -208,6 +177,8 @@ class DenoiseState:
     kept_latents: KeptLatents | None = None
     #: The predicted final latents at the last step, (1, …), for previews.
     estimate: Tensor | None = None
+    #: Whether the last prediction is finite: a flag on its way to the host. None before the first step.
+    is_finite: HostCopy | None = None
     #: The cached residuals of the last forwards, if the request uses the feature cache.
     memory: Memory = field(default_factory=dict)
 
@@ -215,6 +186,10 @@ class DenoiseState:
     def threshold(self) -> float:
         """The threshold of the feature cache; 0: it is off."""
         return float(self.params.get(SIMILAR) or 0.0)
+
+    def facts(self, *, is_negative: bool) -> RowFacts:
+        """Return the facts of the next step's row for the prompt, or for its negative."""
+        return RowFacts(self.phases[self.step], self.tokens[is_negative])
 
 
 class Denoise(SteppedStage[DenoiseState]):
@@ -305,8 +280,8 @@ class Denoise(SteppedStage[DenoiseState]):
         # The picture's sample comes before the noise: pipelines draw both from one generator, in this order.
         moments, grid = task.tensors.get(MOMENTS), None
         if self._redraw and moments is not None:
-            grid = self._redraw.sample_latents(moments.to(denoiser.device), generator)
-        noise = denoiser.sample_noise(params, generator).to(denoiser.device)
+            grid = self._redraw.sample_latents(to_device(moments, denoiser.device), generator)
+        noise = to_device(denoiser.sample_noise(params, generator), denoiser.device)
         scheduler, guidance = denoiser.noise_scheduler(params, noise), denoiser.guidance(params)
 
         denoise_start = DenoiseStart(scaled(scheduler, noise))
@@ -314,7 +289,7 @@ class Denoise(SteppedStage[DenoiseState]):
             denoise_start = self._redraw.start(task, grid, noise, scheduler)
 
         inputs, negative = self._inputs(task, ""), self._inputs(task, NEGATIVE) if applies(guidance) else None
-        tokens = self._tokens(inputs), self._tokens(negative)
+        tokens = self._tokens(task, ""), self._tokens(task, NEGATIVE) if applies(guidance) else ()
         return DenoiseState(
             params,
             denoise_start.latents,
@@ -324,6 +299,8 @@ class Denoise(SteppedStage[DenoiseState]):
             negative,
             task.derived.lora_id,
             tokens,
+            self._denoiser.phases(scheduler.timesteps),
+            scheduler.sigmas.tolist() if params.get("preview_every") else (),
             denoise_start.step,
             denoise_start.step,
             denoise_start.kept_latents,
@@ -331,7 +308,12 @@ class Denoise(SteppedStage[DenoiseState]):
 
     @torch.no_grad()
     def save(self, state: DenoiseState) -> Checkpoint:
-        """Return a checkpoint: latents, the number of steps, and the changes of the noise scheduler."""
+        """Return a checkpoint: latents, the number of steps, and the changes of the noise scheduler.
+
+        Raises PermanentError for latents that are not finite.
+        """
+        if not _is_finite(state):
+            raise _not_finite(state, self._denoiser.dtype)
         fresh = self._denoiser.noise_scheduler(state.params, state.latents)
         tensors, values = scheduler_state(state.scheduler, fresh)
         return Checkpoint({"latents": state.latents.cpu(), **tensors}, {"step": state.step, "scheduler": values})
@@ -358,12 +340,14 @@ class Denoise(SteppedStage[DenoiseState]):
 
     def exact_batch_key(self, state: DenoiseState) -> Hashable:
         """Return a key of mask lengths, shared shapes, the next step's phase and memory layout."""
-        timesteps = state.scheduler.timesteps
-        phase = self._denoiser.phase(timesteps[min(state.step, len(timesteps) - 1)])
+        phase = state.phases[min(state.step, len(state.phases) - 1)]
         return state.tokens, self._sizes(state), phase, layout(state.latents)
 
     def step(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
-        """Return the predictions, each (1, …), or a PermanentError for one that is not finite."""
+        """Return the predictions, each (1, …), or a PermanentError if that of the step before is not finite.
+
+        The host learns that one step late, when the device already computes the next one: it would wait otherwise.
+        """
         positive, negative = batch[0].tokens
         return self._checked_predictions(batch, self._fused or (self.differs_alone and positive == negative))
 
@@ -379,12 +363,13 @@ class Denoise(SteppedStage[DenoiseState]):
 
         estimate = None
         if state.params.get("preview_every"):
-            sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()
+            sigma, next_sigma = state.sigmas[step : step + 2]
             # The change of this step, continued to noise level 0.
             estimate = latents - next_sigma * (latents - previous) / (next_sigma - sigma)
 
         latents = state.kept_latents.apply_to(state.scheduler, latents, step + 1) if state.kept_latents else latents
-        return replace(state, latents=latents, step=step + 1, estimate=estimate)
+        flag = HostCopy(torch.isfinite(result).all())
+        return replace(state, latents=latents, step=step + 1, estimate=estimate, is_finite=flag)
 
     def progress(self, state: DenoiseState) -> tuple[int, int]:
         """Return (steps done, total steps), without the steps that were skipped at the start."""
@@ -416,16 +401,16 @@ class Denoise(SteppedStage[DenoiseState]):
         names |= {name: name for name in self._denoiser.conditions}
         tensors = {name: task.tensors[tensor_name] for name, tensor_name in names.items()}
         inputs = {
-            name: tensor.to(device, dtype if name in embeds else tensor.dtype)
+            name: to_device(tensor, device, dtype if name in embeds else tensor.dtype)
             for name, tensor in tensors.items()
             if tensor is not None
         }
-        return {**inputs, **self._denoiser.constants(task.params)}
+        return {**inputs, **self._denoiser.constants(task.params, inputs)}
 
-    def _tokens(self, inputs: Inputs | None) -> tuple[int, ...]:
-        """Return how many tokens each mask leaves. Computed in exact pools only, for `exact_batch_key`."""
-        masks = [inputs[name] for name in self._denoiser.masks] if self.exact and inputs else []
-        return tuple(int(mask.sum()) for mask in masks)
+    def _tokens(self, task: StageInput, prefix: str) -> tuple[int, ...]:
+        """Return how many tokens each mask of the task leaves. `prefix`: as in `_inputs`."""
+        masks = (task.tensors[prefix + name] for name in self._denoiser.masks)
+        return tuple(int(mask.sum()) for mask in masks if mask is not None)
 
     def _sizes(self, state: DenoiseState) -> tuple[torch.Size, ...]:
         """Return the shapes of the inputs that both halves of guidance share.
@@ -436,19 +421,24 @@ class Denoise(SteppedStage[DenoiseState]):
 
     @torch.no_grad()
     def _checked_predictions(self, batch: Sequence[DenoiseState], fused: bool) -> list[Tensor | Exception]:
-        """Return the predictions of a batch, or an error for those that are not finite.
+        """Return the predictions of a batch, or an error for those whose last prediction is not finite.
 
         `fused`: whether the halves of guidance share a forward.
         """
         if self._adapters is not None:
             self._adapters.use(batch[0].params, batch[0].lora_id)
         predictions = self._predict(batch, fused)
-        is_finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
         dtype, rows = self._denoiser.dtype, enumerate(batch)
-        return [predictions[row : row + 1] if is_finite[row] else _not_finite(state, dtype) for row, state in rows]
+        return [predictions[row : row + 1] if _is_finite(state) else _not_finite(state, dtype) for row, state in rows]
 
     def _forward(
-        self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params, rows_per_request: int = 1
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        inputs: Inputs,
+        params: Params,
+        facts: Sequence[RowFacts],
+        rows_per_request: int = 1,
     ) -> Tensor:
         """Return the prediction for rows, (rows, …), with batch invariance in exact pools.
 
@@ -456,7 +446,7 @@ class Denoise(SteppedStage[DenoiseState]):
         """
         requests = len(latents) // rows_per_request if self.exact else 1
         with one_by_one(requests, rows_per_request * self._denoiser.rows_per_latent(latents)):
-            return self._denoiser.predict(latents, timestep, inputs, params)
+            return self._denoiser.predict(latents, timestep, inputs, params, facts)
 
     def _predict(self, batch: Sequence[DenoiseState], fused: bool) -> Tensor:
         """Return the predictions of a batch, (requests, …), guidance applied.
@@ -486,14 +476,20 @@ class Denoise(SteppedStage[DenoiseState]):
             # `repeat_interleave` drops the memory layout.
             doubled_latents = latents.repeat_interleave(2, 0).contiguous(memory_format=layout(latents))
             doubled = doubled_latents, timestep.repeat_interleave(2, 0)
+            both_facts = [
+                state.facts(is_negative=is_negative)
+                for state in batch
+                for is_negative in (is_away_first, not is_away_first)
+            ]
             with use_memory("both"):
-                halves = self._forward(*doubled, both_inputs, params, 2 if self._paired else 1)
+                halves = self._forward(*doubled, both_inputs, params, both_facts, 2 if self._paired else 1)
             towards, away = halves[is_away_first::2], halves[not is_away_first :: 2]
         else:
 
             def predict_half(name: str, half_inputs: Inputs) -> Tensor:
+                facts = [state.facts(is_negative=name == UNCONDITIONAL) for state in batch]
                 with use_memory(name):
-                    return self._forward(latents, timestep, half_inputs, params)
+                    return self._forward(latents, timestep, half_inputs, params, facts)
 
             if not negatives:
                 return predict_half(CONDITIONAL, inputs)
@@ -515,7 +511,7 @@ class Denoise(SteppedStage[DenoiseState]):
         combine = self._denoiser.combine
         return _concatenate(
             [
-                combine(towards[row], away[row], state.guidance, timestep[row], state.params)
+                combine(towards[row], away[row], state.guidance, state.phases[state.step], state.params)
                 for row, state in zip(rows, batch, strict=True)
             ]
         )
@@ -538,10 +534,15 @@ def _concatenate_inputs(rows: Sequence[Inputs]) -> Inputs:
     return {name: _concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
+def _is_finite(state: DenoiseState) -> bool:
+    """Return whether the last prediction is finite, as far as there is one."""
+    return state.is_finite is None or bool(state.is_finite.read()[0])
+
+
 def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
-    steps = len(state.scheduler.timesteps)
+    """Return the error for values of the last step that are not finite."""
     return PermanentError(
-        f"denoising produced values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
+        f"denoising produced values that are not finite at step {state.step} of {len(state.scheduler.timesteps)}: "
         f"{remedy('the model', dtype, state.params)}"
     )
 

@@ -98,8 +98,13 @@ def to_bytes(frames: NDArray[Any], component: str, advice: str) -> Frames:
     Raises PermanentError, whose message has both, unless all values are finite.
     """
     if not np.isfinite(frames).all():
-        raise PermanentError(f"the {component} produced pixels that are not finite: {advice}")
+        raise not_finite(component, advice)
     return (frames * 255).round().astype(np.uint8)
+
+
+def not_finite(component: str, advice: str) -> PermanentError:
+    """Return the error for pixels that are not finite. The arguments are those of `to_bytes`."""
+    return PermanentError(f"the {component} produced pixels that are not finite: {advice}")
 
 
 def encode(frames: Frames, params: Params) -> tuple[EncodedMedia, ...]:

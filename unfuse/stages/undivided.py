@@ -171,6 +171,7 @@ class UndividedStage(SteppedStage[RunningCall]):
     """
 
     kind = "whole"
+    encodes = True
 
     def __init__(
         self,

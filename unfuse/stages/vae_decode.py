@@ -1,13 +1,14 @@
 """VAE decode: latents become pixels, and pixels an encoded file. Pixels never leave this stage.
 
-A causal VAE decodes a video in steps, from the first frame to the last. Only the pixels of one step exist at a time:
-they are encoded at once, and clients can stream the encoded frames.
+A causal VAE decodes a video in steps, from the first frame to the last. The pixels of a step are encoded while the next
+step is computed, and clients can stream the encoded frames.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,7 +20,8 @@ from typing_extensions import override
 
 from unfuse.core.plan import Params
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage, need, need_tensor
-from unfuse.stages.media import MediaWriter, encode, need_format, record, remedy, to_bytes
+from unfuse.stages.device_copies import HostCopy
+from unfuse.stages.media import MediaWriter, encode, need_format, not_finite, record, remedy
 
 
 class VaeDecoder(Protocol):
@@ -70,12 +72,12 @@ class VaeDecodeState:
     steps: int
     #: The remaining pieces of pixels; empty for a VAE that decodes at once.
     fragments: Iterator[Tensor]
-    #: Encodes the frames into files as they are decoded.
+    #: Encodes the frames into files.
     recording: MediaWriter
+    #: The pixels of steps that are not encoded yet, in order. One thread appends to it, another one takes them off.
+    unencoded: deque[Pixels] = field(default_factory=deque)
     #: The steps done.
     done: int = 0
-    #: The bytes that the last step added to the stream of the file; b"" if there is nothing to stream.
-    new_bytes: bytes = b""
 
 
 class VaeDecode(SteppedStage[VaeDecodeState]):
@@ -88,6 +90,7 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
     """
 
     kind = "vae_decode"
+    encodes = True
 
     def __init__(self, decoder: VaeDecoder) -> None:
         self._decoder = decoder
@@ -122,36 +125,57 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
 
     @override
     def video_fragment(self, state: VaeDecodeState) -> bytes:
-        return state.new_bytes
+        return state.recording.add(state.unencoded.popleft().read()) if state.unencoded else b""
+
+    @override
+    def discard_frames(self, state: VaeDecodeState) -> None:
+        state.unencoded.clear()
 
     @override
     def finish(self, state: VaeDecodeState) -> StageOutput:
+        while state.unencoded:
+            self.video_fragment(state)
         return StageOutput(media=state.recording.finish())
 
 
 def _add_frames(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeState | Exception:
-    """Add the next of these pixels to the state's file.
+    """Add the next of these pixels to those that the state's file gets.
 
-    `pixels`: yields (1, 3, frames, height, width) each. Returns the state, or the error of decoding or encoding.
+    `pixels`: yields (1, 3, frames, height, width) each. Returns the state, or the error of decoding.
     """
     try:
-        state.new_bytes = state.recording.add(to_pixels(next(pixels)[0]))
+        state.unencoded.append(Pixels(next(pixels)[0]))
     except Exception as error:  # the rest of the batch continues
         return error
     state.done += 1
     return state
 
 
-def to_pixels(video: Tensor) -> NDArray[np.uint8]:
-    """Return video pixels as uint8 frames.
+class Pixels:
+    """The pixels of a video on their way from the device to the host, as uint8 frames.
 
-    `video`: (3, frames, height, width), from −1 to 1. Returns (frames, height, width, 3). The arithmetic is that of
-    diffusers' `VideoProcessor.postprocess_video` and `numpy_to_pil`: halves round to even. Raises PermanentError for
-    values that are not finite.
+    They are converted on the device, which leaves a quarter of the bytes to copy. The arithmetic is that of diffusers'
+    `VideoProcessor.postprocess_video` and `numpy_to_pil`: halves round to even.
+
+    `video`: (3, frames, height, width), from −1 to 1.
     """
-    zero_to_one = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp(0, 1)
-    frames: NDArray[np.float32] = zero_to_one.cpu().permute(0, 2, 3, 1).float().numpy()
-    return to_bytes(frames, "decoder", remedy("the model's decoder", video.dtype))
+
+    def __init__(self, video: Tensor) -> None:
+        zero_to_one = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp_(0, 1).permute(0, 2, 3, 1).float()
+        self._dtype = video.dtype
+        frames = zero_to_one.mul(255).round_().to(torch.uint8, memory_format=torch.contiguous_format)
+        self._copy = HostCopy(frames, zero_to_one.isfinite().all())
+
+    def read(self) -> NDArray[np.uint8]:
+        """Return the frames, (frames, height, width, 3). Waits for their copy.
+
+        Raises PermanentError for values that are not finite.
+        """
+        frames, is_finite = self._copy.read()
+        if not bool(is_finite):
+            raise not_finite("decoder", remedy("the model's decoder", self._dtype))
+        array: NDArray[np.uint8] = frames.numpy()
+        return array
 
 
 #: The longest side of a preview in latent cells: 256 pixels for a VAE with 8 pixels per cell.
@@ -182,5 +206,5 @@ class PreviewDecoder:
             size = (1, max(1, round(height * shrink)), max(1, round(width * shrink)))
             grid = interpolate(grid, size, mode="area")
 
-        (media,) = encode(to_pixels(self._decoder.decode(grid)[0])[:1], FORMAT)
+        (media,) = encode(Pixels(self._decoder.decode(grid)[0][:, :1]).read(), FORMAT)
         return media

@@ -332,13 +332,23 @@ class Batches:
     - `max_batch`: most tasks in a forward; 0 means the default.
     - `exactness`: with it, a task gets the bytes that it has alone (batch invariance). It shares a forward only if
       comparisons have found no difference.
+    - `synchronize`: waits until the device has computed all that was queued. Called before and after a forward of
+      another key or size than the last one, whose time would be counted as its own otherwise.
     """
 
-    def __init__(self, max_batch: int, exactness: InvarianceResults | None, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        max_batch: int,
+        exactness: InvarianceResults | None,
+        ranks: Ranks,
+        synchronize: Callable[[], object] = bool,
+    ) -> None:
         largest = max_batch or DEFAULT_MAX_BATCH
         power_of_two = 1 << (largest.bit_length() - 1)  # exact pools use no other sizes, so that few are compared
         self.sizes, self._max_batch = BatchSizes(power_of_two if exactness else largest), max_batch
         self._exactness, self._ranks = exactness, ranks
+        self._synchronize = synchronize
+        self._measured: tuple[Key, int] | None = None  # the key and the size of the last forward
 
         # Batches are numbered in order. By pool, the number of its last batch; and the number of the last batch of all.
         self._turns, self._turn = dict[str, int](), 0
@@ -392,15 +402,21 @@ class Batches:
         stage = batch[0].stage
         key = batch[0].key
         states = [job.state for job in batch]
+        size = len(batch) if mode == "together" else 1
+        follows_another = (key, size) != self._measured
+        self._measured = key, size
+        if follows_another:
+            self._synchronize()
         began = time.monotonic()
         exchange_s = self._ranks.exchange_s
-        size = len(batch) if mode == "together" else 1
         try:
             results = (
                 self._step(stage.step, states)
                 if mode == "together"
                 else [self._step(stage.step_alone, state) for state in states]
             )
+            if follows_another:
+                self._synchronize()
         except Exception as error:  # an error of one task must not end the process
             return self._handle_failure(batch, error, mode)
 

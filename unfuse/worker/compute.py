@@ -141,6 +141,7 @@ def compute(descriptor: int) -> None:
         Ranks(group, channel.send),
         load.compute.loop == "overlapped",
         device_memory(device),
+        synchronizer(device),
     ).run()
 
 
@@ -151,6 +152,15 @@ def device_memory(device: str) -> Callable[[], int]:
     from unfuse.parallel.devices import reserved_bytes
 
     return partial(reserved_bytes, device)
+
+
+def synchronizer(device: str) -> Callable[[], object]:
+    """Return a function that waits until a GPU has computed all that was queued; on a CPU, nothing is queued."""
+    if device.startswith("cpu"):
+        return bool
+    from unfuse.parallel.devices import synchronize
+
+    return partial(synchronize, device)
 
 
 def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) -> InvarianceResults | None:

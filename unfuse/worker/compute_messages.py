@@ -345,8 +345,12 @@ class TaskWaits(msgspec.Struct, frozen=True, tag=True):
     claim: Claim
 
 
+class StepEncoded(msgspec.Struct, frozen=True, tag=True):
+    """Wakes the step loop, since the files of a step are encoded. No process sends it to another one."""
+
+
 #: The messages for the step loop. A step plan comes from the first rank, by way of the parent.
-ForLoop = RunTask | InputArrived | CancelTask | StepPlan
+ForLoop = RunTask | InputArrived | CancelTask | StepPlan | StepEncoded
 
 #: The messages from the parent to a compute process.
 ToCompute = LoadModels | ForLoop | PairCall

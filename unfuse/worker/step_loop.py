@@ -30,12 +30,13 @@ from unfuse.core.messages import (
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, OutputDeltas
-from unfuse.stages.base import EncodedMedia, Stage
+from unfuse.stages.base import EncodedMedia, Stage, StageOutput
 from unfuse.stores.results import ResultStore, fragment_name, fragment_prefix
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches, InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
+from unfuse.worker.encoder_thread import EncodedStep, EncoderThread
 from unfuse.worker.job import (
     Job,
     JobFactory,
@@ -104,6 +105,16 @@ class StepReporter:
             self._pending = self._thread.submit(self._report_jobs, overlapped)
         return self._report_jobs([job for job in jobs if job not in overlapped])
 
+    def report_files(self, job: Job, step: int, steps: int) -> None:
+        """Store the preview and the video fragment of a step, and report the step.
+
+        `step`: its number. `steps`: the total.
+        """
+        if step < steps and self._leads:
+            store_preview(self._results, job, step)
+            store_fragment(self._results, job, step)
+        self._report_progress(job, step, steps)
+
     def wait(self) -> list[ReportResult]:
         """Wait for the second thread. Returns the new results of overlapped jobs."""
         pending, self._pending = self._pending, None
@@ -119,11 +130,7 @@ class StepReporter:
                 self._send(deltas)
             for block in store_prefix_blocks(self._store, job):
                 self._send(block)
-            step, steps = job.stage.progress(job.state)
-            if step < steps and self._leads:
-                store_preview(self._results, job, step)
-                store_fragment(self._results, job, step)
-            self._report_progress(job, step, steps)
+            self.report_files(job, *job.stage.progress(job.state))
         except Exception as error:  # an error of one task must not end the process
             return error
         return None
@@ -214,8 +221,10 @@ class StepLoop:
     - `exactness`: with it, a task gets the bytes that it has alone (batch invariance). It shares a forward only if
       comparisons have found no difference.
     - `ranks`: the first rank decides, stores and reports. The others carry out the same step plans.
-    - `overlapped`: the next step is computed while the last one is reported, where the stage allows it.
+    - `overlapped`: the next step is computed while the last one is reported, where the stage allows it. Files are
+      encoded while the next steps are computed in any case.
     - `device_memory`: returns the bytes that the process uses on a GPU.
+    - `synchronize`: waits until the device has computed all that was queued.
     """
 
     def __init__(
@@ -233,6 +242,7 @@ class StepLoop:
         ranks: Ranks | None = None,
         overlapped: bool = False,
         device_memory: Callable[[], int] = lambda: 0,
+        synchronize: Callable[[], object] = bool,
     ) -> None:
         self._ranks = ranks or Ranks()
         self._factory = JobFactory(stages, store, results, plain, exactness is not None, self._ranks.size)
@@ -241,15 +251,17 @@ class StepLoop:
         self._inbox = inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
-        self._batches = Batches(batch, exactness, self._ranks)
+        self._batches = Batches(batch, exactness, self._ranks, synchronize)
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device_memory, send)
         self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped)
+        self._encoder = EncoderThread(self._reporter.report_files, lambda: inbox.put(messages.StepEncoded()))
         self._answer = send  # every rank answers InputArrived, since its chunk's place is free after all answers
 
         self._arrived: dict[Claim, messages.RunTask] = {}  # tasks that no step plan has admitted yet
         self._pieces: dict[tuple[Claim, str], messages.InputArrived] = {}  # arrived, to be received with a step plan
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
+        self._failed_encodings: list[messages.CancelTask] = []  # tasks that other ranks must drop
         # Tasks to save and then drop, and those of them that the last step plan saved.
         self._to_save, self._saving = set[Claim](), set[Claim]()
 
@@ -276,9 +288,13 @@ class StepLoop:
         urgent one. Tasks that are dropped only if they can be saved are saved in one plan and dropped in the next: only
         the first rank can tell whether saving has worked.
         """
-        saved_cancels = [messages.CancelTask(claim) for claim in self._saving if self._is_safe(claim)]
-        self._saving = set()
-        cancels = (*saved_cancels, *self._collect_messages())
+        encoded = self._encoder.finished()
+        self._finish_encoded(encoded)
+        own_cancels = [messages.CancelTask(claim) for claim in self._saving if self._is_safe(claim)]
+        own_cancels += self._failed_encodings
+        self._saving, self._failed_encodings = set(), []
+        has_work = bool(encoded or own_cancels or self._to_save or self._ready_jobs())
+        cancels = (*own_cancels, *self._collect_messages(waits=not has_work))
         due = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
         pieces = tuple(self._pieces)
         if cancels or self._arrived or due:
@@ -287,10 +303,10 @@ class StepLoop:
         if self._to_save:
             self._saving, self._to_save = self._to_save, set()
             return messages.StepPlan(save=tuple(self._saving), receive=pieces)
-        if not self._jobs:
+        if not (ready := self._ready_jobs()):
             return messages.StepPlan(receive=pieces)
 
-        batch, mode = self._batches.pick(self._jobs.values())
+        batch, mode = self._batches.pick(ready)
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
         save, step = tuple(job.claim for job in saved), tuple(job.claim for job in batch)
         return messages.StepPlan(save=save, step=step, batch_mode=mode, receive=pieces)
@@ -320,12 +336,24 @@ class StepLoop:
             # A report may have shown that a task is over. The step that it has just made is dropped then.
             self._finish_reported(self._reporter.wait())
             advanced = [job for job, result in computed if job.claim in self._jobs and self._advance(job, result)]
-            self._finish_reported(self._reporter.report(advanced))
+            self._finish_reported(self._reporter.report([job for job in advanced if not self._encode(job)]))
 
-    def _collect_messages(self) -> tuple[messages.CancelTask, ...]:
-        """Collect all messages. Without a task to compute, wait for one. Returns the cancellations."""
+    def _encode(self, job: Job) -> bool:
+        """Encode the files of a step, which reports it too, if this rank does so. Returns whether it does."""
+        if job.stage.encodes and self._ranks.leads:
+            self._encoder.submit(job)
+            return True
+        job.stage.discard_frames(job.state)
+        return False
+
+    def _ready_jobs(self) -> list[Job]:
+        """Return the jobs whose next step may be computed now: the others are being encoded."""
+        return [job for job in self._jobs.values() if self._encoder.can_step(job)]
+
+    def _collect_messages(self, *, waits: bool) -> tuple[messages.CancelTask, ...]:
+        """Collect all messages, and wait for one if asked to. Returns the cancellations."""
         cancels = []
-        if not self._jobs:
+        if waits:
             next_try_at = min((parked.at for parked in self._parked.values()), default=None)
             with suppress(queue.Empty):
                 timeout = None if next_try_at is None else max(0.0, next_try_at - time.monotonic())
@@ -456,13 +484,29 @@ class StepLoop:
             except Exception as error:  # an error of one task must not end the process
                 self._fail(job, error)
 
+    def _finish_encoded(self, encoded: Sequence[EncodedStep]) -> None:
+        """Finish the tasks whose last step is encoded, and fail those whose encoding failed, on all ranks."""
+        for job, seconds, output, encoding_error in encoded:
+            if self._jobs.get(job.claim) is not job:  # an earlier step has failed
+                continue
+            job.run_s += seconds
+            try:
+                if encoding_error:
+                    raise encoding_error
+                if output:
+                    self._store_output(job, output, time.monotonic())
+            except Exception as error:  # an error of one task must not end the process
+                self._fail(job, error)
+                self._failed_encodings += [messages.CancelTask(job.claim)] * (self._ranks.size > 1)
+
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
         self._release(job)
         self._send(messages.failure(job.claim, error, job.timings))
 
     def _release(self, job: Job) -> None:
-        """Release a job's inputs and its stage's state."""
+        """Release a job's inputs and its stage's state, once none of its steps is being encoded."""
+        self._encoder.cancel(job)
         job.opened.close()
         job.stage.release(job.state)
 
@@ -495,6 +539,10 @@ class StepLoop:
         finished = time.monotonic()
         job.run_s += finished - began
         job.share_s += finished - began
+        self._store_output(job, output, finished)
+
+    def _store_output(self, job: Job, output: StageOutput, finished: float) -> None:
+        """Store the output and the results of a task that has finished."""
         ref = store_output(self._store, job, output, self._encodings)
         self._release(job)
         del self._jobs[job.claim]
@@ -520,9 +568,9 @@ class StepLoop:
         if job := self._jobs.pop(message.claim, None):
             if message.save:
                 self._save_checkpoint(job)
+            self._release(job)
             if self._ranks.leads:
                 delete_fragments(self._results, job)
-            self._release(job)
             self._send(TaskStopped(message.claim, job.timings))
         elif parked := self._parked.pop(message.claim, None):
             self._send(TaskStopped(message.claim, parked.timings))
