@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import xxhash
 from msgspec.structs import replace
 
@@ -46,6 +47,8 @@ from unfuse.worker.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from unfuse.parallel.group import Group
+
+log = structlog.get_logger(__name__)
 
 
 class PairServer:
@@ -336,13 +339,15 @@ def _device(load: messages.LoadModels, with_torch: bool) -> str:
         return "cpu" if configured == "auto" else configured
     import torch
 
-    from unfuse.parallel.devices import accelerators, is_present
+    from unfuse.parallel.devices import accelerators, describe_devices, is_present
 
     torch.set_num_threads(load.compute.threads)
     if configured != "auto":
         return is_present(configured)
     if (devices := accelerators()) and load.ranks > len(devices):
         raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
+    if not devices and torch.accelerator.current_accelerator():
+        log.warning("no GPU can be used", torch=torch.__version__, reason=describe_devices()["problem"])
     chosen = devices[load.rank : load.rank + 1] or ["cpu"]
     return chosen[0].partition(":")[0] if load.ranks == 1 else chosen[0]
 
