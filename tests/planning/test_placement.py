@@ -196,6 +196,15 @@ def test_malformed_place_raises_error_with_the_syntax(text: str) -> None:
         parse_place(text)
 
 
+@pytest.mark.parametrize("devices", ["cuda+cuda:0", "cuda:1 + cuda:1", "xpu:0+cuda:0+xpu"])
+def test_gpu_named_twice_for_one_worker_raises_config_error(devices: str) -> None:
+    """Whether or not its roles have ranks, and as `--device` or as `--place`."""
+    with pytest.raises(ConfigError, match=r"^--place encoder=.*: two ranks cannot use the same GPU, and \S+ is named"):
+        parse_place(f"denoiser=cpu, encoder={devices}")
+    with pytest.raises(ConfigError, match=r"^--device .*: two ranks cannot use the same GPU, and \S+ is named twice"):
+        place_workers(NEEDS, wanted(device=devices), gpus(80, 40))
+
+
 def test_place_may_be_empty_or_contain_spaces() -> None:
     assert parse_place("") == {}
     assert parse_place("all=xpu,decoder=mps+xpu:1") == {"all": ("xpu:0",), "decoder": ("mps:0+xpu:1",)}
@@ -295,7 +304,6 @@ def test_ranks_are_placed_on_the_named_devices() -> None:
 @pytest.mark.parametrize(
     ("want", "says"),
     [
-        (spread("ring:2", place="denoiser=cuda:0+cuda:0"), "two ranks cannot use the same GPU"),
         (spread("ring:2", place="denoiser=cuda:0"), "here 2 [(]--parallel: denoiser=ring:2[)]"),
         (spread("ring:2", device="cpu+cpu+cpu"), "such as cpu[+]cpu or cuda:0[+]cuda:1"),
         (spread("ring:2", place="denoiser=cuda:0+cuda:7"), "there is no device cuda:7 for the denoiser"),
