@@ -38,6 +38,7 @@ from unfuse.core.errors import (
 )
 from unfuse.core.plan import readable_pool
 from unfuse.models import find, resolve_source, served_classes
+from unfuse.planning.gpus import GpuSearch
 from unfuse.queues.base import QueueLimits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listen_unix, server_socket
@@ -432,8 +433,16 @@ def test_doctor_lists_layouts_and_the_reason_of_its_choice(unfuse: Run, monkeypa
     assert "write DEVICE=SIZE" in unfuse("doctor", *arguments, "--device-memory", "cpu=some")[2]
 
 
+def test_doctor_says_why_no_gpu_can_be_used(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = GpuSearch(problem="torch 2.13.0+cu130 cannot use any GPU: cuda: the driver is too old")
+    monkeypatch.setattr("unfuse.planning.machine.search_gpus", lambda: search)
+    out = unfuse("doctor")[1]
+    assert f"\nGPUs         none: computing on the CPU\nWARNING      {search.problem}\n" in out
+    assert json.loads(unfuse("doctor", "--json")[1])["machine"]["gpu_problem"] == search.problem
+
+
 def test_doctor_plans_for_another_machine_by_device_memory(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.planning.machine.find_gpus", lambda: ())
+    monkeypatch.setattr("unfuse.planning.machine.search_gpus", GpuSearch)
     code, out, err = unfuse(
         "doctor", "unfuse/shapes", "--device-memory", "cuda:0=24GiB", "--device-memory", "cuda:1=24GiB"
     )

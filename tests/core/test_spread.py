@@ -134,6 +134,8 @@ def test_each_rank_has_a_device() -> None:
     assert rank_devices("cuda:1+cuda:0", two) == ("cuda:1", "cuda:0")
     with pytest.raises(ConfigError, match="two ranks cannot use the same GPU"):
         rank_devices("cuda:0+cuda:0", two)
+    with pytest.raises(ConfigError, match=r"two ranks cannot use the same GPU, and cuda:0 is named twice"):
+        rank_devices("cuda+ cuda:0", two)
     for devices in ("cuda:0", "cpu+cpu+cpu"):
         with pytest.raises(ConfigError, match=r"such as cpu\+cpu or cuda:0\+cuda:1"):
             rank_devices(devices, two)

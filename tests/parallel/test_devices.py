@@ -73,3 +73,41 @@ def test_communication_backend_depends_on_the_device_kind(
 def test_device_without_communication_backend_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="--device mps:0: torch has no communication backend for ranks"):
         group.Group(0, 2, "/nowhere/met", "mps:0", 1.0)
+
+
+def test_described_device_that_fails_has_no_memory_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in("cuda", 2, monkeypatch)
+
+    def memory(name: str) -> tuple[int, int]:
+        if name == "cuda:0":
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nFor debugging, see")
+        return 3 << 30, 4 << 30
+
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
+    monkeypatch.setattr(devices, "memory", memory)
+    assert devices.describe_devices() == {
+        "gpus": [
+            {"name": "cuda:0", "memory": 0, "free": 0, "kind": "cuda"},
+            {"name": "GPU 1", "memory": 4 << 30, "free": 3 << 30, "kind": "cuda"},
+        ],
+        "problem": "cuda:0: CUDA error: all CUDA-capable devices are busy or unavailable",
+    }
+
+
+def test_build_for_gpus_without_one_gives_the_reason_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in("cuda", 0, monkeypatch)
+    described = devices.describe_devices()
+    assert described["gpus"] == []
+    assert described["problem"].startswith("cuda: Torch not compiled with CUDA enabled")
+    stand_in("", 0, monkeypatch)
+    assert devices.describe_devices() == {"problem": "it is built without support for GPUs"}
+
+
+def test_integrated_gpu_has_the_available_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts the page cache as used."""
+    integrated = SimpleNamespace(
+        mem_get_info=lambda name: (1, 1 << 60), get_device_properties=lambda name: SimpleNamespace(is_integrated=1)
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: integrated)
+    free, total = devices.memory("cuda:0")
+    assert (free > 1 << 20, total) == (True, 1 << 60)

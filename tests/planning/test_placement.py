@@ -196,6 +196,15 @@ def test_malformed_place_raises_error_with_the_syntax(text: str) -> None:
         parse_place(text)
 
 
+@pytest.mark.parametrize("devices", ["cuda+cuda:0", "cuda:1 + cuda:1", "xpu:0+cuda:0+xpu"])
+def test_gpu_named_twice_for_one_worker_raises_config_error(devices: str) -> None:
+    """Whether or not its roles have ranks, and as `--device` or as `--place`."""
+    with pytest.raises(ConfigError, match=r"^--place encoder=.*: two ranks cannot use the same GPU, and \S+ is named"):
+        parse_place(f"denoiser=cpu, encoder={devices}")
+    with pytest.raises(ConfigError, match=r"^--device .*: two ranks cannot use the same GPU, and \S+ is named twice"):
+        place_workers(NEEDS, wanted(device=devices), gpus(80, 40))
+
+
 def test_place_may_be_empty_or_contain_spaces() -> None:
     assert parse_place("") == {}
     assert parse_place("all=xpu,decoder=mps+xpu:1") == {"all": ("xpu:0",), "decoder": ("mps:0+xpu:1",)}
@@ -283,6 +292,12 @@ def test_out_of_memory_error_suggests_adding_shard_to_parallel() -> None:
         assert "with --parallel" not in text
 
 
+def test_ranks_must_fit_on_the_smallest_of_their_gpus() -> None:
+    want = spread("ring:2", place="encoder=cpu,denoiser=cuda:0+cuda:1,decoder=cpu")
+    assert place_workers(NEEDS, want, gpus(80, 20))
+    assert "the models do not fit: cuda:1 would need" in refusal(NEEDS, want, gpus(80, 10))
+
+
 def test_ranks_are_placed_on_the_named_devices() -> None:
     placed = place_workers(
         NEEDS, spread("ring:2", place="denoiser=cuda:2+cuda:0,denoiser=cuda:1+cuda"), gpus(90, 80, 80)
@@ -295,7 +310,6 @@ def test_ranks_are_placed_on_the_named_devices() -> None:
 @pytest.mark.parametrize(
     ("want", "says"),
     [
-        (spread("ring:2", place="denoiser=cuda:0+cuda:0"), "two ranks cannot use the same GPU"),
         (spread("ring:2", place="denoiser=cuda:0"), "here 2 [(]--parallel: denoiser=ring:2[)]"),
         (spread("ring:2", device="cpu+cpu+cpu"), "such as cpu[+]cpu or cuda:0[+]cuda:1"),
         (spread("ring:2", place="denoiser=cuda:0+cuda:7"), "there is no device cuda:7 for the denoiser"),

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tools.server import environment, unfuse
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import StorageLocations
 from unfuse.edge.keys import ApiKey
+from unfuse.planning.gpus import GpuSearch
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import LoadingProgress
 from unfuse.service.logs import Logs
@@ -260,3 +262,12 @@ def test_serve_exits_with_an_error_for_an_unknown_stage_kind(tmp_path: Path) -> 
     ran = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 2 and "there is no stage kind 'nonsense'" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_log_of_a_start_says_why_no_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    search = GpuSearch(problem="torch 2.13.0+cu130 cannot use any GPU: cuda: the driver is too old")
+    monkeypatch.setattr("unfuse.planning.machine.search_gpus", lambda: search)
+    options = serve_options(load({"serve.models": ("unfuse/shapes",), "data_dir": str(tmp_path)}, None, {}))
+    with capture_logs() as records:
+        plan_service(options)
+    assert [record["reason"] for record in records if record["event"] == "GPUs cannot be used"] == [search.problem]

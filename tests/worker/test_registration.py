@@ -114,3 +114,5 @@ def test_auto_parallelism_depends_on_the_available_devices(device: str, gpus: in
 def test_explicit_parallelism_is_not_changed() -> None:
     assert choose_ranks("auto", "denoiser=ulysses:2", 8, DENOISES) == ("auto", "denoiser=ulysses:2")
     assert choose_ranks("cuda:0", "", 8, DENOISES) == ("cuda:0", "")
+    with pytest.raises(ConfigError, match="--device cuda\\+cuda:0: two ranks cannot use the same GPU"):
+        choose_ranks("cuda+cuda:0", "auto", 8, DENOISES)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
@@ -140,3 +141,13 @@ def test_auto_device_is_the_accelerator_and_each_rank_uses_its_own(monkeypatch: 
         on(3)
     with pytest.raises(ConfigError, match="--device cuda:1: torch .* has only cpu, xpu:0, xpu:1"):
         on(device="cuda:1")
+
+
+def test_cuda_build_that_finds_no_gpu_logs_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
+    load = SimpleNamespace(compute=ComputeOptions(threads=torch.get_num_threads()), ranks=1, rank=0)
+    with capture_logs() as records:
+        assert _device(load, True) == "cpu"  # type: ignore[arg-type]
+    assert [record["event"] for record in records] == ["no GPU can be used"]
+    assert records[0]["reason"].startswith("cuda: Torch not compiled with CUDA enabled")

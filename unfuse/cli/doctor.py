@@ -194,6 +194,7 @@ def print_machine(machine: Machine) -> None:
         "processors": f"{machine.cpus:g}",
         "memory": f"{readable_bytes(machine.memory)}, {readable_bytes(machine.available)} available",
         "GPUs": gpus or "none: computing on the CPU",
+        **({"WARNING": machine.gpu_problem} if machine.gpu_problem else {}),
         "libraries": ", ".join(f"{name} {version or 'MISSING'}" for name, version in machine.libraries.items()),
         "ports": ", ".join(f"{port} {'free' if free else 'IN USE'}" for port, free in machine.ports.items()),
     }

@@ -160,19 +160,30 @@ def worker_parallelism(text: str, roles: frozenset[str] | None) -> dict[str, Par
     return spreads
 
 
+def split_devices(devices: str, option: str = "") -> tuple[str, ...]:
+    """Return the devices in a text like `cuda:0+cuda:1`. Raises ConfigError if a GPU is in it twice.
+
+    `cuda` is `cuda:0`. `option`: the option and its value, for the message. The default is `--device` with `devices`.
+    """
+    names = tuple(device.strip() for device in devices.split("+"))
+    gpus = [name if ":" in name else f"{name}:0" for name in names if name not in ("auto", "cpu")]
+    if repeated := sorted({name for name in gpus if gpus.count(name) > 1}):
+        raise UsageError(
+            f"{option or f'--device {devices}'}: two ranks cannot use the same GPU, and {repeated[0]} is named twice"
+        )
+    return names
+
+
 def rank_devices(devices: str, spreads: Mapping[str, ParallelDegrees]) -> tuple[str, ...]:
     """Return the device of each rank of a worker.
 
     `devices` is a text like `cpu`, `cpu+cpu` or `cuda:0+cuda:1`. `auto` and `cpu` stand for as many ranks as `spreads`
     need. Raises ConfigError for another number of devices than ranks, and for two ranks on one GPU.
     """
-    names = tuple(device.strip() for device in devices.split("+"))
+    names = split_devices(devices)
     size = next((spread.size for spread in spreads.values()), 1)
     if len(names) == 1 and names[0] in ("auto", "cpu"):
         names *= size
-    repeatable = {"auto", "cpu"}
-    if len({*names} - repeatable) + sum(device in repeatable for device in names) < len(names):
-        raise UsageError(f"--device {devices}: two ranks cannot use the same GPU")
     if len(names) != size:
         parallel = ",".join(f"{role}={spread}" for role, spread in spreads.items()) or "not set"
         examples = f"{'+'.join(['cpu'] * size)} or {'+'.join(f'cuda:{n}' for n in range(size))}"

@@ -6,7 +6,10 @@ Differences between kinds of devices are queried in this module only.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from unfuse.core.errors import ConfigError
@@ -40,15 +43,33 @@ def is_present(name: str) -> str:
 def memory(device: str) -> tuple[int, int]:
     """Return (free, total) bytes of a device's memory.
 
-    A device without memory of its own (mps) counts the host memory that it may use.
+    A device without memory of its own (mps, integrated GPUs) counts the host memory that it may use.
     """
     device_module = torch.get_device_module(torch.device(device))
     if hasattr(device_module, "mem_get_info"):
         free, total = device_module.mem_get_info(device)
-        return int(free), int(total)
+        return (min(int(total), _available_host_memory()) if _is_integrated(device) else int(free)), int(total)
 
     total = int(device_module.recommended_max_memory())
     return total - reserved_bytes(device), total
+
+
+def _is_integrated(device: str) -> bool:
+    """Whether a device uses host memory.
+
+    CUDA then counts the page cache as used, though the kernel frees it on demand.
+    """
+    device_module = torch.get_device_module(torch.device(device))
+    properties = (
+        device_module.get_device_properties(device) if hasattr(device_module, "get_device_properties") else None
+    )
+    return bool(getattr(properties, "is_integrated", False))
+
+
+def _available_host_memory() -> int:
+    """Return the bytes of host memory that can be allocated without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def reserved_bytes(device: str) -> int:
@@ -66,11 +87,27 @@ def name_of(device: str) -> str:
     return device.partition(":")[0]
 
 
-# Run in a process of its own, because the caller has no torch: a line of kind, free, total and name for each device.
-if __name__ == "__main__":
-    for device in accelerators():
-        fields = device.partition(":")[0], *map(str, memory(device)), name_of(device)
-        sys.stdout.write(",".join(fields) + "\n")
+def describe_devices() -> dict[str, Any]:
+    """Return the accelerators of this machine, and why torch cannot use one: a `planning.gpus.GpuSearch`.
+
+    A device that torch cannot use has no memory, so that the others are at their numbers.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return {"problem": "it is built without support for GPUs"}
+    names = accelerators()
+    gpus = list[dict[str, Any]]()
+    problems = list[str]()
+    for name in names or [kind.type]:
+        gpu: dict[str, Any] = {"name": name, "memory": 0, "free": 0, "kind": kind.type}
+        try:
+            torch.empty(0, device=name)
+            free, total = memory(name)
+            gpu |= {"name": name_of(name), "memory": total, "free": free}
+        except Exception as error:  # errors of drivers have no common base
+            problems.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        gpus.append(gpu)
+    return {"gpus": gpus if names else [], "problem": "; ".join(problems)}
 
 
 def synchronize(device: str) -> None:
@@ -80,3 +117,8 @@ def synchronize(device: str) -> None:
         module.synchronize()
     else:
         module.synchronize(device)
+
+
+# Run in a process of its own, because the caller has no torch.
+if __name__ == "__main__":
+    sys.stdout.write(msgspec.json.encode(describe_devices()).decode() + "\n")

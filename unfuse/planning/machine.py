@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import platform
 import re
-import shutil
 import socket
-import subprocess
-import sys
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,40 +14,15 @@ import msgspec
 
 from unfuse.arena.limits import available_memory
 from unfuse.core.errors import UsageError
+from unfuse.planning.gpus import Gpu, search_gpus, version_of
 from unfuse.planning.placement import CPU, Device
 
 LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi")
-
-ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
-"""The command that lists NVIDIA GPUs."""
-
-GPU_ANSWER_S = 10.0  # timeout of that command, in seconds
-
-BUILDS = ("+xpu", "+rocm")
-"""Marks in the version of torch builds for GPUs that nvidia-smi does not list."""
-
-ASK_TORCH = (sys.executable, "-m", "unfuse.parallel.devices")
-"""The command that lists the GPUs of those builds. It is a separate process, since importing torch takes seconds."""
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """The folder with the limits of this process's control group."""
 
 DEVICE_NAME = re.compile(r"cpu|(cuda|xpu|mps):\d{1,4}")
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # users choose a process's GPUs with it, by index or the beginning of the UUID
-
-
-class Gpu(msgspec.Struct, frozen=True):
-    """One GPU."""
-
-    #: Name of the model, as the driver reports it.
-    name: str
-    #: Bytes of GPU memory.
-    memory: int
-    #: Free bytes of GPU memory.
-    free: int
-    #: torch's device type, such as "cuda".
-    kind: str = "cuda"
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -70,6 +40,8 @@ class Machine(msgspec.Struct, frozen=True):
     available: int
     #: The GPUs, in the order of their device numbers in this process.
     gpus: tuple[Gpu, ...]
+    #: A sentence on GPUs that cannot be used; "" if there is nothing to say.
+    gpu_problem: str
     #: Version of each library; None: it is not installed.
     libraries: dict[str, str | None]
     #: Whether each port of the loopback address is free.
@@ -81,27 +53,33 @@ def inspect_machine(ports: tuple[int, ...], group: Path = CONTROL_GROUP) -> Mach
 
     `group` is the folder with the limits of this process's control group.
     """
+    search = search_gpus()
     return Machine(
         system=platform.platform(),
         python=platform.python_version(),
         cpus=usable_cpus(group),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         available=available_memory(),
-        gpus=find_gpus(),
-        libraries={name: _version(name) for name in LIBRARIES},
+        gpus=search.gpus,
+        gpu_problem=search.problem,
+        libraries={name: version_of(name) for name in LIBRARIES},
         ports={port: is_free(port) for port in ports},
     )
 
 
-def usable_devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = False) -> tuple[Device, ...]:
+def usable_devices(
+    caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = False, warn: Callable[[str], object] = str
+) -> tuple[Device, ...]:
     """Return the devices that workers may use on this machine.
 
     There is no GPU if torch is built without GPU support. `caps` limits the bytes of devices, by name. Raises
     ConfigError for a name that this machine does not have. If workers run `elsewhere`, `caps` adds devices and replaces
-    sizes instead.
+    sizes instead. `warn` is called with a sentence on GPUs that cannot be used, if there are any.
     """
-    gpus = () if (_version("torch") or "").endswith("+cpu") else find_gpus()
-    free = {CPU: available_memory(), **{f"{gpu.kind}:{n}": gpu.free for n, gpu in enumerate(gpus)}}
+    search = search_gpus()
+    if search.problem:
+        warn(search.problem)
+    free = {CPU: available_memory(), **{f"{gpu.kind}:{n}": gpu.free for n, gpu in enumerate(search.gpus)}}
     if elsewhere:
         free |= caps
     if unknown := sorted(caps.keys() - free):
@@ -138,25 +116,6 @@ def usable_cpus(group: Path) -> float:
     return affinity_cpus if quota == "max" else min(affinity_cpus, int(quota) / int(period))
 
 
-def find_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that nvidia-smi lists, or torch for other builds; none without either."""
-    if any(kind in (_version("torch") or "") for kind in BUILDS):
-        listing = subprocess.run(ASK_TORCH, capture_output=True, text=True, check=False).stdout
-        lines = (line.split(",", 3) for line in listing.splitlines())
-        return tuple(Gpu(name, int(total), int(free), kind) for kind, free, total, name in lines)
-
-    if shutil.which(ASK_GPUS[0]) is None:
-        return ()
-    completed = subprocess.run(ASK_GPUS, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=False)
-    if completed.returncode:
-        return ()
-    rows = list(csv.reader(completed.stdout.splitlines(), skipinitialspace=True))
-    # nvidia-smi ignores the variable, but CUDA numbers the visible GPUs in its order
-    visible = os.environ.get(VISIBLE, ",".join(index for index, *_ in rows)).split(",")
-    visible_rows = (row for name in visible for row in rows if name and (row[0] == name or row[1].startswith(name)))
-    return tuple(Gpu(name, int(total) << 20, int(free) << 20) for _, _, name, total, free in visible_rows)
-
-
 def is_free(port: int) -> bool:
     """Return whether a server could listen on this port of the loopback address."""
     with socket.socket() as probe:
@@ -167,11 +126,3 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _version(library: str) -> str | None:
-    """Return the installed version of a library; None if it is not installed."""
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None

@@ -20,6 +20,7 @@ from unfuse.core.compute_options import (
     joined_by,
     parse_parallel,
     rank_devices,
+    split_devices,
     worker_parallelism,
 )
 from unfuse.core.errors import ConfigError, UsageError
@@ -197,6 +198,7 @@ def parse_place(text: str) -> dict[str, tuple[str, ...]]:
         role, _, devices = entry.partition("=")
         if not role.strip() or not devices.strip():
             raise UsageError(f"--place {text}: {entry!r} is not ROLE=DEVICE")
+        split_devices(devices, f"--place {entry.strip()}")  # raises ConfigError
         places[role.strip()] = (*places.get(role.strip(), ()), with_index(devices))
     return places
 
@@ -235,7 +237,7 @@ def devices_of(role: str, plan: WorkerPlan, devices: Sequence[Device]) -> tuple[
     if plan.compute.device != "auto":
         device = with_index(plan.compute.device)
         has_ranks = worker_parallelism(plan.compute.parallel, roles_of(role))
-        return (device,) if has_ranks else (*dict.fromkeys(device.split("+")),)
+        return (device,) if has_ranks else (*dict.fromkeys(split_devices(device)),)
     return tuple(device.name for device in devices if device.name != CPU) or (CPU,)
 
 

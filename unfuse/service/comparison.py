@@ -23,7 +23,7 @@ from unfuse.core.pixels import size_of
 from unfuse.launch.base import LineSink
 from unfuse.launch.local import OutputPump
 from unfuse.models.undivided import Undivided
-from unfuse.planning.machine import find_gpus
+from unfuse.planning.gpus import search_gpus
 from unfuse.scheduler.costs import Costs
 from unfuse.service.plan import ServingPlan
 
@@ -256,7 +256,7 @@ def _peak(pid: int) -> int:
 
 def _free_gpu_memory() -> int:
     """Return the free bytes of all GPUs."""
-    return sum(gpu.free for gpu in find_gpus())
+    return sum(gpu.free for gpu in search_gpus().gpus)
 
 
 class ComparisonProgress:

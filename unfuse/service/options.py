@@ -118,7 +118,11 @@ def plan_service(options: ServeOptions, models: Mapping[str, str] | None = None)
 
     No weights are loaded. Raises ConfigError for models that cannot be served, or do not fit.
     """
-    devices = usable_devices(options.device_memory, elsewhere=options.launcher is not None)
+    devices = usable_devices(
+        options.device_memory,
+        elsewhere=options.launcher is not None,
+        warn=lambda problem: log.warning("GPUs cannot be used", reason=problem),
+    )
     for kind in options.prices.unused_kinds([device.name for device in devices]):
         log.warning(
             "a price is set for devices that are not on this machine", kind=kind, counts="workers on other machines"

@@ -18,12 +18,13 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import xxhash
 from msgspec.structs import replace
 
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.protocol import peer_of
-from unfuse.core.codec import encode
+from unfuse.core.codec import decode, encode
 from unfuse.core.compute_options import worker_parallelism
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.model_spec import ModelSpec
@@ -46,6 +47,11 @@ from unfuse.worker.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from unfuse.parallel.group import Group
+
+#: What ranks compare: their sorted numerics and pools.
+AGREED = tuple[list[tuple[str, str]], list[str]]
+
+log = structlog.get_logger(__name__)
 
 
 class PairServer:
@@ -215,12 +221,19 @@ def _join_group(load: messages.LoadModels) -> Group | None:
 
 
 def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Collection[str]) -> None:
-    """Raise ConfigError if another rank would make other bytes: another version, or other weights."""
+    """Raise ConfigError if another rank would make other bytes: another GPU, version, or other weights."""
     encoded = group.exchange(encode((sorted(numerics.items()), sorted(pools)))) if group else []
-    if differing := [rank for rank, data in enumerate(encoded) if data != encoded[0]]:
-        raise ConfigError(
-            f"rank {differing[0]} does not compute the same results as rank 0: devices, versions or weights differ"
-        )
+    differing = next((rank for rank, data in enumerate(encoded) if data != encoded[0]), None)
+    if differing is None:
+        return
+    first, other = (dict(decode(encoded[rank], AGREED)[0]) for rank in (0, differing))
+    names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+    differences = [f"{name} is {other.get(name, 'missing')!r}, not {first.get(name, 'missing')!r}" for name in names]
+    advice = ": ranks need GPUs of one model, so name such GPUs by --device or --place" if "device" in names else ""
+    raise ConfigError(
+        f"rank {differing} does not compute the same results as rank 0: "
+        f"{', '.join(differences) or 'its weights differ'}{advice}"
+    )
 
 
 def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, ModelSpec, Path]]:
@@ -346,13 +359,15 @@ def _device(load: messages.LoadModels, with_torch: bool) -> str:
         return "cpu" if configured == "auto" else configured
     import torch
 
-    from unfuse.parallel.devices import accelerators, is_present
+    from unfuse.parallel.devices import accelerators, describe_devices, is_present
 
     torch.set_num_threads(load.compute.threads)
     if configured != "auto":
         return is_present(configured)
     if (devices := accelerators()) and load.ranks > len(devices):
         raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
+    if not devices and torch.accelerator.current_accelerator():
+        log.warning("no GPU can be used", torch=torch.__version__, reason=describe_devices()["problem"])
     chosen = devices[load.rank : load.rank + 1] or ["cpu"]
     return chosen[0].partition(":")[0] if load.ranks == 1 else chosen[0]
 

@@ -17,6 +17,7 @@ from unfuse.core.compute_options import (
     parse_parallel,
     rank_devices,
     refuse,
+    split_devices,
     worker_parallelism,
 )
 from unfuse.core.errors import ConfigError, UsageError
@@ -209,7 +210,7 @@ def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSp
     """
     if parallel != AUTO:
         return device, parallel
-    named_devices = device.split("+")
+    named_devices = split_devices(device)
     available = gpus if device == "auto" else len(named_devices)
     chosen = choose_parallel(available, stages)
     ranks = max((spread.size for spread in parse_parallel(chosen).values()), default=1)
