@@ -141,6 +141,7 @@ def compute(descriptor: int) -> None:
         Ranks(group, channel.send),
         load.compute.loop == "overlapped",
         device_memory(device),
+        selects_device(device),
     ).run()
 
 
@@ -151,6 +152,15 @@ def device_memory(device: str) -> Callable[[], int]:
     from unfuse.parallel.devices import reserved_bytes
 
     return partial(reserved_bytes, device)
+
+
+def selects_device(device: str) -> Callable[[], None]:
+    """Return a function that makes a GPU the current device of the thread that calls it."""
+    if device.startswith("cpu"):
+        return lambda: None
+    from unfuse.parallel.devices import set_current
+
+    return partial(set_current, device)
 
 
 def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) -> InvarianceResults | None:
@@ -327,7 +337,7 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _device(load: messages.LoadModels, with_torch: bool) -> str:
-    """Return the device of this process.
+    """Return the device of this process, and make it the current one of this thread.
 
     Raises ConfigError if the device is missing, or if there are fewer GPUs than ranks.
     """
@@ -336,11 +346,12 @@ def _device(load: messages.LoadModels, with_torch: bool) -> str:
         return "cpu" if configured == "auto" else configured
     import torch
 
-    from unfuse.parallel.devices import accelerators, is_present
+    from unfuse.parallel.devices import accelerators, is_present, set_current
 
     torch.set_num_threads(load.compute.threads)
     if configured != "auto":
-        return is_present(configured)
+        set_current(is_present(configured))
+        return configured
     if (devices := accelerators()) and load.ranks > len(devices):
         raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
     chosen = devices[load.rank : load.rank + 1] or ["cpu"]
