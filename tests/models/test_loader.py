@@ -17,6 +17,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.models.undivided_family import FAMILY as WHOLE
+from unfuse.planning.placement import CPU, Device, WorkerPlan, parts_of
+from unfuse.service.plan import components_by_role, read_models
 from unfuse.stages.base import Stage, StageInput
 from unfuse.weights.folder import ModelFolder
 
@@ -185,3 +187,21 @@ def test_sliced_vae_decodes_a_batch_like_single_requests(kind: str, undivided: c
     together = batched.run(tasks)
 
     assert [output.media for output in together] == [alone.run([task])[0].media for task in tasks]
+
+
+@pytest.mark.parametrize("kind", ["kontext", "wan-image", "klein", "sdxl"])
+def test_stages_of_one_process_share_one_vae(kind: str, copied: Callable[[str], Path]) -> None:
+    """Those that encode pictures, and those that decode; and it is planned once."""
+    folder = copied(kind)
+    model = find(folder).model_spec("mine", folder)
+    runtime = RuntimeOptions("cpu", model.dtypes, c.EXACT, shared_objects={})
+    loaded: list[str] = []
+    for spec in model.pipeline.stages:
+        find(folder).load(spec, folder, runtime, lambda name, seconds, size: loaded.append(name))
+    assert [spec.components for spec in model.pipeline.stages].count(("vae",)) >= 1
+    assert loaded.count("vae") == 1
+
+    (planned,) = read_models([str(folder)], "", WorkerPlan({"all": 1}), (Device(CPU, 1 << 40),))
+    needs = components_by_role([planned])
+    assert [part.component for part in parts_of("all", needs, {})].count("vae") == 1
+    assert sum(part.component == "vae" for parts in needs.values() for part in parts) == 2

@@ -5,19 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.models import conftest as c
 from tests.models.test_exact import BLOCKS
-from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.modalities import IMAGE_UPLOADS
 from unfuse.core.plan import Pipeline
 from unfuse.models import FAMILIES, find
-from unfuse.models.base import RuntimeOptions
+from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.models.modular import BLOCKS as NAMES, KLEIN, KREA, SIZES, Modular
 from unfuse.stages.base import StageInput
+from unfuse.weights.offload import offload_model
 
 UNREAD = {"condition_images"}
 OTHER = {"generator", "latents", "output_type"}
@@ -120,14 +121,24 @@ def test_unsupported_components_or_configs_raise_config_error(
         find(folder).model_spec("mine", folder)
 
 
-def test_offload_option_raises_config_error(undivided: c.Undivided) -> None:
-    folder = undivided.folder("krea")
-    card = find(folder).model_spec("m", folder)
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+@pytest.mark.parametrize("kind", ["krea", "klein"])
+def test_blocks_with_offload_make_the_same_bytes(
+    kind: str, offload: Any, undivided: c.Undivided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host stands in for a GPU: the block finds the device in the offload hooks."""
+    folder, host = undivided.folder(kind), torch.device("cpu")
 
-    with pytest.raises(ConfigError, match="--offload cannot be used with a Krea2Pipeline: leave it out"):
-        find(folder).load(
-            card.pipeline.stages[0], folder, RuntimeOptions("cpu", card.dtypes, ComputeOptions(offload="model"))
-        )
+    def results(place: Callable[[Loader, Any], Any]) -> list[tuple[torch.Tensor, np.ndarray]]:
+        monkeypatch.setattr(Loader, "_place", place)
+        card = find(folder).model_spec("m", folder)
+        runtime = RuntimeOptions("cpu", card.dtypes, c.EXACT, shared_objects={})
+        stages = {spec.name: find(folder).load(spec, folder, runtime) for spec in card.pipeline.stages}
+        return [*c.divided(stages, c.block_params(), {}, [1])]
+
+    ((expected, images),) = results(lambda loader, model: model)
+    ((latents, offloaded_images),) = results(lambda loader, model: offload_model(model, host, offload))
+    assert torch.equal(latents, expected) and np.array_equal(offloaded_images, images)
 
 
 @pytest.mark.parametrize(

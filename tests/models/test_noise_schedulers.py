@@ -21,17 +21,9 @@ from unfuse.core.errors import ConfigError, UnfuseError
 from unfuse.core.plan import Params
 from unfuse.core.registry import resolve
 from unfuse.models import FAMILIES, find, read_model_spec
-from unfuse.models.base import (
-    EULER,
-    MULTISTEP,
-    DiffusersFamily,
-    Loader,
-    RuntimeOptions,
-    draws_noise,
-    is_split,
-    unreadable_field,
-)
+from unfuse.models.base import DiffusersFamily, Loader, RuntimeOptions, unreadable_field
 from unfuse.models.declared import declared_pipeline, scheduler_classes
+from unfuse.models.noise_schedulers import EULER, MULTISTEP, draws_noise, is_split
 from unfuse.models.undivided_family import misfit
 from unfuse.weights.folder import ModelFolder
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.parallel import devices, group
+from unfuse.parallel.pairs import TorchPairs
+from unfuse.stages.undivided import PausedCall, UndividedStage
+from unfuse.worker.compute import _device, selects_device
 
 MODULES = {
     "cuda": SimpleNamespace(
@@ -111,3 +118,68 @@ def test_integrated_gpu_has_the_available_host_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "get_device_module", lambda device: integrated)
     free, total = devices.memory("cuda:0")
     assert (free > 1 << 20, total) == (True, 1 << 60)
+
+
+@pytest.fixture
+def selected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """The thread and name of each device that becomes the current one."""
+    calls: list[tuple[int, str]] = []
+    stand_in("cuda", 2, monkeypatch)
+    monkeypatch.setattr(MODULES["cuda"], "set_device", lambda device: calls.append((get_ident(), str(device))))
+    return calls
+
+
+def test_set_current_selects_a_numbered_accelerator_only(selected: list[tuple[int, str]]) -> None:
+    for name in ("cpu", "cuda", "mps:0", "cuda:1"):
+        devices.set_current(name)
+    assert selected == [(get_ident(), "cuda:1")]
+
+
+def test_worker_of_one_rank_selects_its_device_before_it_loads(
+    selected: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each thread that asks for the device, as those of transfer pairs do."""
+    monkeypatch.setattr(devices, "is_present", lambda name: name)
+    compute = ComputeOptions(device="cuda:1", threads=torch.get_num_threads())
+    load: Any = SimpleNamespace(compute=compute, ranks=1, rank=0)
+    assert _device(load, with_torch=False) == "cuda:1" and not selected
+    assert _device(load, with_torch=True) == "cuda:1"
+    selects_device("cuda:1")()
+    selects_device("cpu")()
+    assert selected == 2 * [(get_ident(), "cuda:1")]
+
+
+def test_undivided_pipeline_selects_the_device_in_the_thread_of_its_call(selected: list[tuple[int, str]]) -> None:
+    """The pipeline cannot be copied here, where no GPU is: the call ends before it computes."""
+
+    class Pipeline:
+        components: dict[str, Any] = {}
+
+        def __call__(self) -> None: ...
+
+        def __deepcopy__(self, memo: object) -> Any:
+            raise LookupError(str(get_ident()))
+
+    stage = UndividedStage(Pipeline(), {}, torch.device("cuda:1"), draws_there=False)
+    running: Any = SimpleNamespace(params={"seed": 1})
+    with pytest.raises(LookupError) as caught:
+        PausedCall(lambda pause: stage._call({}, running, pause)).advance()
+    assert selected == [(int(str(caught.value)), "cuda:1")]
+    assert selected[0][0] != get_ident()
+
+
+def test_transfer_pairs_select_the_device_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ends over gloo: its device is the CPU, and each call of a pair selects it."""
+    calls: list[tuple[int, str]] = []
+    monkeypatch.setattr("unfuse.parallel.pairs.set_current", lambda device: calls.append((get_ident(), str(device))))
+    ends = [TorchPairs(np.full(8, number, np.uint8), "cuda:1") for number in range(2)]
+    port = ends[0].offer("a", "gloo", "127.0.0.1", 60.0)
+    ends[1].join("a", "gloo", "127.0.0.1", 60.0, ("127.0.0.1", port))
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(ends[0].move, "a", 0, 8)
+        ends[1].move("a", 0, 8)
+        sending.result()
+    assert ends[1]._memory.tolist() == [0] * 8
+    assert {name for _, name in calls} == {"cpu"}
+    assert [thread for thread, _ in calls].count(get_ident()) == 2  # joined and moved here
+    assert len({thread for thread, _ in calls}) == 3  # and connected and moved in two others

@@ -6,11 +6,12 @@ The host stands in for a GPU here: what comes to the device is a copy that goes 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
-from transformers import UMT5EncoderModel
+from transformers import LlamaConfig, LlamaForCausalLM, UMT5EncoderModel
 
 from tools.tiny import adapter
 from unfuse.core.compute_options import ComputeOptions, Offload
@@ -79,6 +80,30 @@ def test_a_component_is_on_the_device_until_another_one_runs() -> None:
     assert (places(one), places(two) == resting[1]) == (resting[0], False)
     denoise(one)
     assert places(two) == resting[1]
+
+
+PARTS = ("model", "model.embed_tokens", "lm_head", "model.norm", "model.rotary_emb")
+"""Of a language model: its decoder, its head and more, which stages run without the model around them."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+@torch.no_grad()
+def test_part_that_runs_by_itself_brings_the_model_to_the_device(part: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2)
+    model, other = (offload_model(one, HOST, "model") for one in (LlamaForCausalLM(config).eval(), vae()))
+    inputs: dict[str, tuple[Any, ...]] = {
+        "model": (torch.arange(4)[None],),
+        "model.embed_tokens": (torch.arange(4),),
+        "model.rotary_emb": (torch.ones(1, 4, 16), torch.arange(4)[None]),
+    }
+    resting = places(model)
+    decode(other)
+    model.get_submodule(part)(*inputs.get(part, (torch.ones(1, 16),)))
+    assert not {*places(model)} & {*resting}
+    decode(other)
+    assert places(model) == resting
 
 
 def test_component_returns_to_host_memory_if_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,23 @@ def test_next_token_is_computed_while_the_last_one_is_reported(tmp_path: Path) -
     assert said_of(bench.sent, lease.claim) == alone({"tag": 3, "steps": steps})[0]
 
 
+def test_reporting_thread_selects_the_device_before_its_first_report(tmp_path: Path) -> None:
+    selecting, telling = list[str](), list[str]()
+
+    def tell(what: str) -> None:
+        if what == "grown":
+            telling.append(threading.current_thread().name)
+
+    bench = Bench(tmp_path, talks := {"talk": Talk(tell)}, 1)
+    own = bench.store, bench.results, bench.inbox, bench.sent.append
+    bench.loop = StepLoop(
+        talks, *own, 1, overlapped=True, starts_thread=lambda: selecting.append(threading.current_thread().name)
+    )
+    bench.outcome(bench.run("talk", tag=3, steps=6))
+    here = threading.current_thread().name
+    assert selecting == [*{*telling} - {here}] != []
+
+
 def test_stop_found_while_reporting_discards_one_extra_step(tmp_path: Path) -> None:
     """That is dropped, and a token which ends a text when it is drawn costs none."""
     tokens, _ = alone({"tag": 3, "steps": 8})

@@ -23,9 +23,10 @@ from unfuse.core.modalities import MediaLimits
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
-from unfuse.models.declared import call_defaults, scheduler_classes
+from unfuse.models.declared import call_defaults
 from unfuse.models.defaults import ServingConfig, read_serving
 from unfuse.models.encoders import component_parallel_plan, encoder_parallelism
+from unfuse.models.noise_schedulers import draws_noise, is_split
 from unfuse.parallel.parallel_plan import ParallelPlan
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, VAE_DECODE
@@ -48,10 +49,6 @@ if TYPE_CHECKING:
 
 #: Packages that a few noise schedulers need. unfuse does not install them.
 EXTRAS = ("scipy", "torchsde")
-
-EULER = "FlowMatchEulerDiscreteScheduler"
-#: Multistep schedulers. They draw no noise between steps, except with the configurations that `draws_noise` finds.
-MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")
 
 #: Exceptions that classes raise for configurations and files that they cannot read.
 READ_ERRORS = (
@@ -386,6 +383,12 @@ class Loader:
         )
 
     @property
+    def without_offload(self) -> Loader:
+        """The same loader for components that stay on the device."""
+        runtime = replace(self.runtime, options=replace(self.runtime.options, offload="none"))
+        return Loader(self.folder, self._classes, runtime, self._report, self._plan)
+
+    @property
     def device(self) -> torch.device:
         """The device on which its components run. Offloaded weights may be elsewhere."""
         import torch
@@ -469,8 +472,17 @@ class Loader:
     def vae(self) -> Any:
         """Return the VAE, with VAE slicing or tiling as `--vae` requests.
 
-        It is tiled, too, if ranks share the tiles. With slicing or tiling it processes images one by one.
+        It is tiled, too, if ranks share the tiles. With slicing or tiling it processes images one by one. It is
+        stateless, so all stages of a process share it: those that encode pictures, and those that decode.
         """
+        runtime = self.runtime
+        # The VAE of previews is loaded without a mesh. The other one may be patched to share its tiles with ranks.
+        key = "vae", self.folder.path, runtime.dtypes["vae"], runtime.mesh is None
+        if key not in runtime.shared_objects:
+            runtime.shared_objects[key] = self._load_vae()
+        return runtime.shared_objects[key]
+
+    def _load_vae(self) -> Any:
         vae = self.model("vae")
         mode, mesh = self.runtime.options.vae, self.runtime.mesh
         mode = "tiled" if mesh and "tiles" in mesh.degrees else mode
@@ -558,29 +570,6 @@ class Loader:
         """Report a component that was loaded since `start`, in `size` bytes."""
         if self._report is not None:
             self._report(component, time.monotonic() - start, size)
-
-
-def draws_noise(config: Mapping[str, Any]) -> bool:
-    """Return whether this configuration makes a deterministic scheduler class draw noise between steps."""
-    return bool(config.get("stochastic_sampling")) or str(config.get("algorithm_type")).startswith("sde")
-
-
-def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ...]]]) -> bool:
-    """Return whether a family's denoise stage supports the folder's noise scheduler.
-
-    With any other scheduler of diffusers, the model is served undivided: the pipeline itself calls the scheduler.
-    Returns True for a class that is not a scheduler of diffusers, which the family then refuses. Also returns True if
-    the folder lacks the scheduler's configuration, because it may have the components of other stages only.
-
-    `folder`: the model, whose index names the scheduler's class.
-    `classes`: library and known classes of each component of the family.
-    """
-    entry = folder.index().get("scheduler")
-    if "scheduler" not in classes or not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
-        return True
-    if entry[1] in classes["scheduler"][1]:
-        return not draws_noise(folder.optional_config("scheduler/scheduler_config.json"))
-    return entry[1] not in scheduler_classes()
 
 
 def unreadable_field(kind: Any, config: Mapping[str, Any]) -> str:

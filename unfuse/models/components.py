@@ -25,7 +25,7 @@ from unfuse.models.base import READ_ERRORS, DiffusersFamily, Loader
 from unfuse.models.declared import call_defaults, frame_rate
 from unfuse.stages.base import NEGATIVE, Stage, guidance_scale, need
 from unfuse.stages.device_copies import to_device
-from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, TEXT_ENCODE, VAE_DECODE
+from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, TEXT_ENCODE
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -337,23 +337,6 @@ class GridVae:
 NAMED = {"image": "Img2Img", "mask": "Inpaint"}  # the parts of diffusers' class names, by upload
 
 
-class OneVae(Loader):
-    """A loader that loads the stateless VAE once for all stages of a process."""
-
-    def __init__(self, other: Loader) -> None:
-        super().__init__(other.folder, other._classes, other.runtime, other._report, other._plan)
-        self._other = other
-
-    @override
-    def vae(self) -> Any:
-        runtime = self.runtime
-        # The VAE of previews is loaded without a mesh. The other one may be patched to share its tiles with ranks.
-        key = "vae", self.folder.path, runtime.dtypes["vae"], runtime.mesh is None
-        if key not in runtime.shared_objects:
-            runtime.shared_objects[key] = self._other.vae()
-        return runtime.shared_objects[key]
-
-
 def forces_upcast(vae: Any) -> bool:
     """Return whether a VAE's configuration requests float32; False on the meta device."""
     return bool(vae.config.get("force_upcast")) and not any(weight.is_meta for weight in vae.parameters())
@@ -470,8 +453,6 @@ class PictureFamily(DiffusersFamily):
     def stage(self, kind: str, loader: Loader) -> Stage:
         from unfuse.stages.image_encode import RedrawEncode
 
-        if kind in (REDRAW_ENCODE.kind, VAE_DECODE.kind):
-            loader = OneVae(loader)
         if kind == REDRAW_ENCODE.kind:
             return RedrawEncode(PictureVae(loader, self.upcasts))
         return super().stage(kind, loader)

@@ -35,6 +35,8 @@ class DeclaredPipeline(msgspec.Struct, frozen=True):
     modality: str
     #: Whether it can load LoRA adapters.
     loras: bool
+    #: The components that stay on the device with CPU offload, because calls use them without their forward.
+    not_offloaded: tuple[str, ...] = ()
 
 
 @cache
@@ -56,6 +58,7 @@ def declared_pipeline(name: str) -> DeclaredPipeline | None:
         tuple(argument for argument, default in defaults.items() if default is None),
         _medium(call),
         any("LoraLoaderMixin" in ast.unparse(base) for node in classes for base in node.bases),
+        tuple(name for node in classes for name in _strings(node, "_exclude_from_cpu_offload")),
     )
 
 
@@ -109,6 +112,13 @@ def _class_in(source: bytes, name: str) -> ast.ClassDef | None:
         return None
     classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
     return next((node for node in classes if node.name == name), None)
+
+
+def _strings(node: ast.ClassDef, attribute: str) -> Iterator[str]:
+    """Yield the texts of a list that is an attribute of this class."""
+    for member in node.body:
+        if isinstance(member, ast.Assign) and ast.unparse(member.targets[0]) == attribute:
+            yield from (str(entry) for entry in ast.literal_eval(member.value))
 
 
 def _call(classes: Sequence[ast.ClassDef]) -> ast.FunctionDef | None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from unfuse.core.modalities import MediaLimits
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import Params, StageSpec
-from unfuse.models.base import EULER, Loader
+from unfuse.models.base import Loader
 from unfuse.models.components import (
     CLIP_TOKENIZERS,
     FAST_TOKENIZERS,
@@ -31,6 +31,7 @@ from unfuse.models.components import (
     need_channels,
     text_stage,
 )
+from unfuse.models.noise_schedulers import EULER
 from unfuse.models.text_encoders import ClipTextEncoder, MaskedTextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import need

@@ -26,7 +26,7 @@ from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader, Report, RuntimeOptions
-from unfuse.models.components import FAST_TOKENIZERS, OneVae, PictureEncoder, PictureFamily, PictureShape
+from unfuse.models.components import FAST_TOKENIZERS, PictureEncoder, PictureFamily, PictureShape
 from unfuse.models.declared import call_defaults
 from unfuse.models.text_encoders import disable_kv_cache
 from unfuse.models.undivided_family import component
@@ -274,15 +274,10 @@ class Modular(PictureFamily):
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
-        """Return the stage. Raises ConfigError with --offload, which blocks do not support."""
         from unfuse.stages.image_encode import ImageEncode
 
-        if runtime.options.offload != "none":
-            raise ConfigError(f"--offload cannot be used with a {self.source[1]}: leave it out")
         model = ModelFolder(folder)
         loader = Loader(model, self.components(model), runtime, report, self.parallel_plans)
-        if spec.components == ("vae",):
-            loader = OneVae(loader)
         if spec.kind == IMAGE_ENCODE.kind:
             block = _load_block(spec, self.blocks[0], loader)
             return ImageEncode(References(block, PictureShape.of_vae(model).multiple))

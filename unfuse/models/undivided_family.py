@@ -154,19 +154,16 @@ class UndividedFamily(Family):
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
-        """Return the stage. Raises ConfigError with --offload, which pipelines do not support."""
         from unfuse.stages.undivided import UndividedStage
         from unfuse.weights.adapters import AdapterFolder, LoadedPipelineAdapters
 
         model = ModelFolder(folder)
         declaration = _declared(model)
-        if runtime.options.offload != "none":
-            raise ConfigError(f"--offload cannot be used with a {declaration.name}: leave it out")
         loader = Loader(model, self.components(model), runtime, report)
         arguments = {name: name for name in PASSED_PARAMETERS if name in declaration.parameters}
         arguments |= {rate: "fps" for rate in declaration.parameters if rate in RATES}
         arguments |= {LAST: LAST_FRAME} if LAST in declaration.parameters else {}
-        pipeline = _pipeline(loader, declaration.name)
+        pipeline = _pipeline(loader, declaration)
         draws_on_device = runtime.options.noise_device != "cpu"
 
         loras = None
@@ -373,11 +370,11 @@ def _scale(model: ModelFolder, axis: str) -> int:
         return 1 << (len(blocks) - 1) if axis == "spatial" else 1
 
 
-def _pipeline(loader: Loader, name: str) -> Any:
+def _pipeline(loader: Loader, declaration: DeclaredPipeline) -> Any:
     """Return the pipeline with its components and the settings of model_index.json. Raises ConfigError."""
     import diffusers
 
-    pipeline_class = getattr(diffusers, name)
+    pipeline_class = getattr(diffusers, declaration.name)
     index = loader.folder.index()
     known = inspect.signature(pipeline_class.__init__).parameters
     parts = loader.folder.components()
@@ -385,7 +382,8 @@ def _pipeline(loader: Loader, name: str) -> Any:
     settings |= {key: None for key, value in index.items() if key in known and _is_none(value)}
 
     # Not by `from_pretrained`, which imports files beside the weights, such as unet/diffusers.py.
-    pipeline = pipeline_class(**settings, **{part: component(part, loader) for part in parts if part in known})
+    loaders = dict.fromkeys(parts, loader) | dict.fromkeys(declaration.not_offloaded, loader.without_offload)
+    pipeline = pipeline_class(**settings, **{part: component(part, loaders[part]) for part in parts if part in known})
     if reason := misfit(pipeline):
         raise ConfigError(f"model {loader.folder.path}: {reason}, so diffusers cannot run it either")
 

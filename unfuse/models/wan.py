@@ -35,7 +35,7 @@ from unfuse.core.modalities import LAST_FRAME, PIXELS, UPLOAD, MediaLimits, Outp
 from unfuse.core.model_spec import START_IMAGE, AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, StageSpec
-from unfuse.models.base import EULER, MULTISTEP, Loader
+from unfuse.models.base import Loader
 from unfuse.models.components import (
     T5_TOKENIZERS,
     FlowDenoiser,
@@ -46,6 +46,7 @@ from unfuse.models.components import (
     need_channels,
     text_stage,
 )
+from unfuse.models.noise_schedulers import EULER, MULTISTEP
 from unfuse.models.text_encoders import MaskedTextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import guidance_scale, need
@@ -333,7 +334,7 @@ class WanVae(GridVae):
         import torch
         from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
-        vae = self._loaded_vae()
+        vae = self.vae
         mean, scale = self.norm(grid)
         latents = vae.post_quant_conv(grid / scale + mean)
         # The cache is taken from the VAE, because other requests may be decoded between two fragments.
@@ -342,18 +343,8 @@ class WanVae(GridVae):
         patch = vae.config.patch_size
         for index in range(grid.shape[2]):
             frame = latents[:, :, index : index + 1]
-            # With offload, another model may have run on the device since the last fragment.
-            pixels = self._loaded_vae().decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=index == 0)
+            pixels = vae.decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=index == 0)
             yield torch.clamp(pixels if patch is None else unpatchify(pixels, patch_size=patch), min=-1.0, max=1.0)
-
-    def _loaded_vae(self) -> Any:
-        """Return the VAE on its device.
-
-        The offload hook runs only when the VAE's `decode` is called, and this class calls the decoder itself.
-        """
-        if (hook := getattr(self.vae, "_hf_hook", None)) is not None:
-            hook.pre_forward(self.vae)
-        return self.vae
 
 
 class Wan(VideoFamily):

@@ -40,6 +40,20 @@ def is_present(name: str) -> str:
     return name
 
 
+def set_current(device: str | torch.device) -> None:
+    """Make a device the current one of this thread, on which torch makes streams and contexts.
+
+    Every new thread starts with the first device, and would take memory there. CPUs and kinds of devices without
+    numbers have no current device.
+    """
+    device = torch.device(device)
+    if device.type == "cpu" or device.index is None:
+        return
+    device_module = torch.get_device_module(device)
+    if hasattr(device_module, "set_device"):
+        device_module.set_device(device)
+
+
 def memory(device: str) -> tuple[int, int]:
     """Return (free, total) bytes of a device's memory.
 

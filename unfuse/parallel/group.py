@@ -31,7 +31,7 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.compute_options import OVERLAY_KINDS, PARALLEL_KINDS, ParallelDegrees
 from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, UnsupportedRequest
 from unfuse.core.retries import rule_of
-from unfuse.parallel.devices import EXCHANGES
+from unfuse.parallel.devices import EXCHANGES, set_current
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Group:
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
         kind, on_gpu = self.device.type, self.device.type in EXCHANGES
         if on_gpu:
-            torch.get_device_module(self.device).set_device(self.device)
+            set_current(self.device)
         elif kind != "cpu":
             raise ConfigError(f"--device {device}: torch has no communication backend for ranks on such devices")
 

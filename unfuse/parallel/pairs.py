@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
+from unfuse.parallel.devices import set_current
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -108,6 +110,7 @@ class _Pair:
 
         self._is_sender = is_sender
         self._device = torch.device("cpu" if backend == "gloo" else device)
+        set_current(self._device)
 
         if backend == "gloo":
             group_class, options = c10d.ProcessGroupGloo, c10d.ProcessGroupGloo._Options()
@@ -120,6 +123,7 @@ class _Pair:
 
     def move(self, data: torch.Tensor) -> None:
         """Send these bytes, or receive into them: uint8 (bytes,)."""
+        set_current(self._device)  # each call of a pair has a thread of its own
         buffer = data.to(self._device)
         if self._is_sender:
             self._group.send([buffer], RECEIVER, 0).wait()

@@ -355,7 +355,7 @@ def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[Compon
     needs: dict[str, tuple[ComponentMemory, ...]] = {}
     for users in pools.values():
         stage, model = next(iter(users.values()))
-        is_shared_by_stages = open_files(model.folder).is_transformers_model
+        has_one_model = open_files(model.folder).is_transformers_model
         components = (model.components[name] for name in stage.components)
         parts = tuple(
             ComponentMemory(
@@ -365,7 +365,7 @@ def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[Compon
                 tuple(users),
                 component.mapped,
                 component.tensor_parallel_bytes,
-                is_shared_by_stages,
+                shared_by_stages=has_one_model or component.name == "vae",
             )
             for component in components
             if component.memory

@@ -28,6 +28,7 @@ from unfuse.core.errors import PermanentError, UnfuseError, UnsupportedRequest
 from unfuse.core.modalities import IMAGE_UPLOADS, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
+from unfuse.parallel.devices import set_current
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.image_encode import read_image
 from unfuse.stages.media import encode, need_format, remedy, to_bytes
@@ -291,10 +292,11 @@ class UndividedStage(SteppedStage[RunningCall]):
         return state
 
     def _call(self, arguments: dict[str, Any], running: RunningCall, pause_call: Callable[[], None]) -> Any:
-        """Call the pipeline and return its output.
+        """Call the pipeline, in a thread of its own, and return its output.
 
         `arguments`: those of the call. `pause_call`: pauses it, at each step except the last.
         """
+        set_current(self._device)
         pipeline = self._copy_pipeline()
         random_state = RandomState(need(running.params, "seed", int), self._device)
 

@@ -27,7 +27,13 @@ def offload_model(model: torch.nn.Module, device: torch.device, how: Offload) ->
         apply_group_offloading(model, device, offload_type="leaf_level", use_stream=device.type in EXCHANGES)
         return model
 
-    hooked: torch.nn.Module = add_hook_to_module(model, _OffloadHook(model, _shared_device(device)))
+    hook = _OffloadHook(model, _shared_device(device))
+    # Callers may run a part by itself, such as the decoder of a VAE or of a language model. Layers in lists only run
+    # within the module that has the list, so they need no hook.
+    for name, module in model.named_modules():
+        if name and not any(part.isdecimal() for part in name.split(".")):
+            module.register_forward_pre_hook(hook.load)
+    hooked: torch.nn.Module = add_hook_to_module(model, hook)
     return hooked
 
 
@@ -54,13 +60,17 @@ class _OffloadHook(ModelHook):  # type: ignore[misc]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._host_data = [tensor.data.pin_memory() if pin else tensor.data for tensor in self._tensors]
         self._device = device
+        #: The device on which the model runs. Pipelines of diffusers read it.
+        self.execution_device = device.device
         self._unload()
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Load the model in the place of another one.
+        """Load the model. Also called when a VAE encodes or decodes."""
+        self.load()
+        return args, kwargs
 
-        Also called when a VAE encodes or decodes.
-        """
+    def load(self, *_: object) -> None:
+        """Load the model in the place of another one."""
         device = self._device
         if device.loaded is not self:
             if device.loaded:
@@ -74,7 +84,6 @@ class _OffloadHook(ModelHook):  # type: ignore[misc]
                 self._unload()
                 raise
             device.loaded = self
-        return args, kwargs
 
     def _unload(self) -> None:
         """Free the device's memory: the weights are those in host memory again."""

@@ -148,6 +148,7 @@ def compute(descriptor: int) -> None:
         load.compute.loop == "overlapped",
         device_memory(device),
         synchronizer(device),
+        selects_device(device),
     ).run()
 
 
@@ -167,6 +168,15 @@ def synchronizer(device: str) -> Callable[[], object]:
     from unfuse.parallel.devices import synchronize
 
     return partial(synchronize, device)
+
+
+def selects_device(device: str) -> Callable[[], None]:
+    """Return a function that makes a GPU the current device of the thread that calls it."""
+    if device.startswith("cpu"):
+        return lambda: None
+    from unfuse.parallel.devices import set_current
+
+    return partial(set_current, device)
 
 
 def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) -> InvarianceResults | None:
@@ -226,7 +236,8 @@ def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Co
     differing = next((rank for rank, data in enumerate(encoded) if data != encoded[0]), None)
     if differing is None:
         return
-    first, other = (dict(decode(encoded[rank], AGREED)[0]) for rank in (0, differing))
+    first: dict[str, str] = dict(decode(encoded[0], AGREED)[0])
+    other: dict[str, str] = dict(decode(encoded[differing], AGREED)[0])
     names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
     differences = [f"{name} is {other.get(name, 'missing')!r}, not {first.get(name, 'missing')!r}" for name in names]
     advice = ": ranks need GPUs of one model, so name such GPUs by --device or --place" if "device" in names else ""
@@ -350,7 +361,7 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _device(load: messages.LoadModels, with_torch: bool) -> str:
-    """Return the device of this process.
+    """Return the device of this process, and make it the current one of this thread.
 
     Raises ConfigError if the device is missing, or if there are fewer GPUs than ranks.
     """
@@ -359,11 +370,12 @@ def _device(load: messages.LoadModels, with_torch: bool) -> str:
         return "cpu" if configured == "auto" else configured
     import torch
 
-    from unfuse.parallel.devices import accelerators, describe_devices, is_present
+    from unfuse.parallel.devices import accelerators, describe_devices, is_present, set_current
 
     torch.set_num_threads(load.compute.threads)
     if configured != "auto":
-        return is_present(configured)
+        set_current(is_present(configured))
+        return configured
     if (devices := accelerators()) and load.ranks > len(devices):
         raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
     if not devices and torch.accelerator.current_accelerator():

@@ -78,7 +78,8 @@ class StepReporter:
 
     Other tasks start from the prefix blocks (prefix caching). The first rank `leads`: it also stores previews and
     video fragments for clients. With `overlap`, steps are reported in a second thread while the next step runs, for
-    tasks whose stage allows it (`can_overlap`). A text that ends by a stop string is then detected one step late.
+    tasks whose stage allows it (`can_overlap`). A text that ends by a stop string is then detected one step late. That
+    thread calls `starts_thread` first.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class StepReporter:
         send: Callable[[OutputDeltas | CachePrefix | StepProgress], object],
         leads: bool,
         overlap: bool,
+        starts_thread: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._results = store, results
         self._send, self._leads = send, leads
-        self._thread = ThreadPoolExecutor(1, "step reporter") if overlap else None
+        self._thread = ThreadPoolExecutor(1, "step reporter", starts_thread) if overlap else None
         self._pending: Future[list[ReportResult]] | None = None
 
     def report(self, jobs: Sequence[Job]) -> list[ReportResult]:
@@ -225,6 +227,7 @@ class StepLoop:
       encoded while the next steps are computed in any case.
     - `device_memory`: returns the bytes that the process uses on a GPU.
     - `synchronize`: waits until the device has computed all that was queued.
+    - `starts_thread`: called first in the second thread, to select the device there.
     """
 
     def __init__(
@@ -243,6 +246,7 @@ class StepLoop:
         overlapped: bool = False,
         device_memory: Callable[[], int] = lambda: 0,
         synchronize: Callable[[], object] = bool,
+        starts_thread: Callable[[], object] = lambda: None,
     ) -> None:
         self._ranks = ranks or Ranks()
         self._factory = JobFactory(stages, store, results, plain, exactness is not None, self._ranks.size)
@@ -253,7 +257,7 @@ class StepLoop:
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
         self._batches = Batches(batch, exactness, self._ranks, synchronize)
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device_memory, send)
-        self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped)
+        self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped, starts_thread)
         self._encoder = EncoderThread(self._reporter.report_files, lambda: inbox.put(messages.StepEncoded()))
         self._answer = send  # every rank answers InputArrived, since its chunk's place is free after all answers
 
