@@ -40,6 +40,7 @@ from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
+from unfuse.worker.memory_ladder import DeviceMemory, HostMemory
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
 from unfuse.worker.step_loop import StepLoop
@@ -141,6 +142,7 @@ def compute(descriptor: int) -> None:
         Ranks(group, channel.send),
         load.compute.loop == "overlapped",
         device_memory(device),
+        memory_of(device),
     ).run()
 
 
@@ -151,6 +153,15 @@ def device_memory(device: str) -> Callable[[], int]:
     from unfuse.parallel.devices import reserved_bytes
 
     return partial(reserved_bytes, device)
+
+
+def memory_of(device: str) -> DeviceMemory:
+    """Return the memory of a device, as the memory ladder uses it."""
+    if device.startswith("cpu"):
+        return HostMemory()
+    from unfuse.parallel import device_memory
+
+    return device_memory.DeviceMemory(device)
 
 
 def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) -> InvarianceResults | None:

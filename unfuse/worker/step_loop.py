@@ -29,6 +29,7 @@ from unfuse.core.messages import (
 )
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
+from unfuse.core.retries import is_out_of_memory
 from unfuse.core.task import Claim, OutputDeltas
 from unfuse.stages.base import EncodedMedia, Stage
 from unfuse.stores.results import ResultStore, fragment_name, fragment_prefix
@@ -46,6 +47,7 @@ from unfuse.worker.job import (
     store_prefix_blocks,
     write,
 )
+from unfuse.worker.memory_ladder import DeviceMemory, MemoryLadder
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.status_reporter import ComputeLeakCheck, StatusReporter
 
@@ -216,6 +218,7 @@ class StepLoop:
     - `ranks`: the first rank decides, stores and reports. The others carry out the same step plans.
     - `overlapped`: the next step is computed while the last one is reported, where the stage allows it.
     - `device_memory`: returns the bytes that the process uses on a GPU.
+    - `memory`: the memory of the device, of which the memory ladder frees what is not used.
     """
 
     def __init__(
@@ -233,6 +236,7 @@ class StepLoop:
         ranks: Ranks | None = None,
         overlapped: bool = False,
         device_memory: Callable[[], int] = lambda: 0,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self._ranks = ranks or Ranks()
         self._factory = JobFactory(stages, store, results, plain, exactness is not None, self._ranks.size)
@@ -241,7 +245,8 @@ class StepLoop:
         self._inbox = inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
-        self._batches = Batches(batch, exactness, self._ranks)
+        self._memory_ladder = MemoryLadder(memory)
+        self._batches = Batches(batch, exactness, self._ranks, self._memory_ladder)
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device_memory, send)
         self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped)
         self._answer = send  # every rank answers InputArrived, since its chunk's place is free after all answers
@@ -252,6 +257,8 @@ class StepLoop:
         self._parked: dict[Claim, _Parked] = {}
         # Tasks to save and then drop, and those of them that the last step plan saved.
         self._to_save, self._saving = set[Claim](), set[Claim]()
+        # Stages of which a task has ended since the allocator's cache was last considered.
+        self._ended_stages = set[Stage]()
 
     def run(self) -> None:
         """Run tasks until the process ends."""
@@ -265,6 +272,7 @@ class StepLoop:
 
     def _receive_plan(self) -> messages.StepPlan:
         """Return the first rank's next step plan, and store the messages before it."""
+        self._give_back_cache()
         while not isinstance(message := self._inbox.get(), messages.StepPlan):
             self._collect(message)
         return message
@@ -276,6 +284,7 @@ class StepLoop:
         urgent one. Tasks that are dropped only if they can be saved are saved in one plan and dropped in the next: only
         the first rank can tell whether saving has worked.
         """
+        self._give_back_cache()
         saved_cancels = [messages.CancelTask(claim) for claim in self._saving if self._is_safe(claim)]
         self._saving = set()
         cancels = (*saved_cancels, *self._collect_messages())
@@ -294,6 +303,13 @@ class StepLoop:
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
         save, step = tuple(job.claim for job in saved), tuple(job.claim for job in batch)
         return messages.StepPlan(save=save, step=step, batch_mode=mode, receive=pieces)
+
+    def _give_back_cache(self) -> None:
+        """Let other processes on the device use the cache of a stage whose last task has ended."""
+        idle_stages = self._ended_stages - {job.stage for job in self._jobs.values()}
+        self._ended_stages -= idle_stages
+        if idle_stages:
+            self._memory_ladder.give_back()
 
     def carry_out(self, plan: messages.StepPlan) -> None:
         """Carry out a step plan. Tasks that have ended since it was decided are skipped.
@@ -377,7 +393,7 @@ class StepLoop:
         """Start a task on this rank. Returns its job, or the error."""
         self._send(StepProgress(run.lease.claim, 0, 0, 0))
         try:
-            return self._factory.start(run)
+            return self._memory_ladder.repeat(run.lease.task, partial(self._factory.start, run))
         except Exception as error:  # an error of one task must not end the process
             return error
 
@@ -459,10 +475,13 @@ class StepLoop:
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
         self._release(job)
+        if is_out_of_memory(error):
+            error = self._memory_ladder.explain(job.lease.task, error)
         self._send(messages.failure(job.claim, error, job.timings))
 
     def _release(self, job: Job) -> None:
         """Release a job's inputs and its stage's state."""
+        self._ended_stages.add(job.stage)
         job.opened.close()
         job.stage.release(job.state)
 
