@@ -139,6 +139,10 @@ ADVICE = {
     "not_ready": "Only from `/ready`, which states what is missing. Wait until it is ready.",
     "not_yours": "Use a key whose line names the model, or has no `models=`.",
     "origin_not_allowed": "Start the server with `--allowed-origins`, or behind a proxy with `--trusted-proxies`.",
+    "out_of_memory": (
+        "The device does not have enough memory for this request, even if it is computed alone. Request a smaller "
+        "size, or see [Out of memory](../operations/slow-requests.md#out-of-memory)."
+    ),
     "overloaded": (
         "Retry after the time in `Retry-After`. The server's `--max-active`, `--max-queue` and `--max-cost` set the "
         "limits."

@@ -163,6 +163,7 @@ WAITING = [
     "stage_failed",
     "model_error",
     "compute_crashed",
+    "out_of_memory",
     "object_lost",
     "handed_back",
     "weights_changed",

@@ -16,7 +16,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.parallel import devices, group
 from unfuse.parallel.pairs import TorchPairs
 from unfuse.stages.undivided import PausedCall, UndividedStage
-from unfuse.worker.compute import _device, selects_device
+from unfuse.worker.compute import _device, compute_device
 
 MODULES = {
     "cuda": SimpleNamespace(
@@ -144,8 +144,8 @@ def test_worker_of_one_rank_selects_its_device_before_it_loads(
     load: Any = SimpleNamespace(compute=compute, ranks=1, rank=0)
     assert _device(load, with_torch=False) == "cuda:1" and not selected
     assert _device(load, with_torch=True) == "cuda:1"
-    selects_device("cuda:1")()
-    selects_device("cpu")()
+    compute_device("cuda:1").select()
+    compute_device("cpu").select()
     assert selected == 2 * [(get_ident(), "cuda:1")]
 
 

@@ -275,6 +275,28 @@ class TestFailure:
         assert change.context.error is not None
         assert (change.context.error.code, change.context.error.stage) == ("invalid_parameter", "text")
 
+    def test_permanent_lack_of_memory_fails_with_a_code_of_its_own(self, first: Change) -> None:
+        failed = TaskFailed(claim_of(first, "text"), "permanent", "too large", reason="out_of_memory")
+        change = lifecycle.fail_stage(first.context, failed, "w", WALL, NOW, ())
+        assert change.context.error is not None
+        assert (change.context.error.code, change.context.is_dead_letter) == ("out_of_memory", False)
+
+    @pytest.mark.parametrize(("has_other", "wait", "avoided"), [(True, 0.0, "w"), (False, 5.0, "")])
+    def test_lack_of_memory_beside_other_processes_is_retried_once_elsewhere_or_later(
+        self, first: Change, has_other: bool, wait: float, avoided: str
+    ) -> None:
+        change = first
+        for _ in range(2):
+            claim = claim_of(change, "text")
+            failed = TaskFailed(claim, "transient", "full", reason="out_of_memory", error="OutOfMemory")
+            change = lifecycle.fail_stage(change.context, failed, "w", WALL, NOW, (), has_other)
+            if change.push:
+                assert change.push[0].not_before == (NOW + wait if wait else 0.0)
+                assert change.push[0].avoid_worker == avoided
+        assert change.context.error is not None
+        assert (change.context.error.code, change.context.is_dead_letter) == ("out_of_memory", True)
+        assert change.context.stages["text"].attempt == 2
+
     def test_second_crash_fails_the_request_with_evidence(self, first: Change) -> None:
         once = fail(first, "text", "crash")
         assert (names(once), once.push[0].not_before) == (["text"], 0.0)

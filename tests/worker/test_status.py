@@ -14,7 +14,7 @@ from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.text import TextStats
-from unfuse.worker.compute import _device, device_memory
+from unfuse.worker.compute import _device, compute_device
 from unfuse.worker.compute_messages import RankStatus
 from unfuse.worker.executor import OVER_S, PAGE, BusyShare, resident
 from unfuse.worker.ranks import Ranks
@@ -55,9 +55,9 @@ def test_resident_memory_ignores_missing_processes() -> None:
 
 def test_device_memory_is_the_memory_reserved_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is not there: torch's answer is set."""
-    assert device_memory("cpu")() == 0
+    assert compute_device("cpu").reserved_bytes() == 0
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: {"cuda:1": 5 << 30}[device])
-    assert device_memory("cuda:1")() == 5 << 30
+    assert compute_device("cuda:1").reserved_bytes() == 5 << 30
 
 
 class Texts:

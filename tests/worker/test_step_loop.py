@@ -517,6 +517,9 @@ def test_cancel_of_a_completed_task_is_ignored(tmp_path: Path) -> None:
     assert not any(isinstance(message, TaskStopped) for message in loop.sent)
 
 
+REASONS = {UnsupportedRequest: "refused", torch.OutOfMemoryError: "out_of_memory"}
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
@@ -539,7 +542,7 @@ def test_exception_type_decides_the_reported_failure_kind(
     failed = loop.outcome(loop.run())
     assert isinstance(failed, TaskFailed)
     assert (failed.kind, says in failed.message, "Traceback" in failed.evidence) == (kind, True, True)
-    assert failed.reason == ("refused" if isinstance(error, UnsupportedRequest) else "")
+    assert failed.reason == REASONS.get(type(error), "")
     encode(failed)
     count.fail_at = -1
     assert isinstance(loop.outcome(loop.run()), TaskCompleted)

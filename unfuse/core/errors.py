@@ -163,6 +163,17 @@ class ArenaFull(TransientError):
         self.remedy = remedy
 
 
+class OutOfMemory(UnfuseError):
+    """A device does not have enough memory for a request, even if it is computed alone.
+
+    With `shared`, other processes use memory of the device: the task may succeed on another worker or later.
+    """
+
+    def __init__(self, message: str, shared: bool = False) -> None:
+        super().__init__(message)
+        self.shared = shared
+
+
 class PermanentError(UnfuseError):
     """The task fails the same way on every worker: its request fails at once."""
 

@@ -20,6 +20,7 @@ from unfuse.core.text import TextStats
 
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
 CLIENT_ERROR = "refused"  # the reason of a permanent failure that is the client's mistake
+OUT_OF_MEMORY = "out_of_memory"  # the reason of a failure for lack of memory
 
 Memory = Literal["kv", "arena"]
 """The memory of a worker that tasks share: the paged KV cache, and the arena with the objects."""
@@ -419,11 +420,13 @@ class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     object_id: str = ""
     #: After a crash: whether other tasks had begun in the same compute process, any of which may be the cause.
     had_companions: bool = False
-    #: CLIENT_ERROR: a permanent failure is the client's mistake. Else why a task was handed back. drain, preempted,
-    #: full (no room), producer (the stage of an input runs again) and compute (the process died for another reason)
-    #: are not counted; after any other reason, a worker gets the same task only a few times.
+    #: CLIENT_ERROR: a permanent failure is the client's mistake. OUT_OF_MEMORY: the device lacks memory, see `error`.
+    #: Else why a task was handed back. drain, preempted, full (no room), producer (the stage of an input runs again)
+    #: and compute (the process died for another reason) are not counted; after any other reason, a worker gets the
+    #: same task only a few times.
     reason: str = ""
-    #: Type of an exception that no rule in `core/retries.py` names; "": a rule names it.
+    #: Type of an exception after which the task is retried once. It is one that no rule in `core/retries.py` names, or
+    #: that other processes on the device may have caused. "": another rule applies.
     error: str = ""
     #: Usage of the attempt, if the worker measured it.
     timings: Timings = Timings()

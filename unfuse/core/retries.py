@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Iterable
 
@@ -11,6 +12,7 @@ from unfuse.core.errors import (
     InvalidParameter,
     NotFound,
     ObjectLost,
+    OutOfMemory,
     PermanentError,
     TransientError,
     UnsupportedRequest,
@@ -88,16 +90,43 @@ PERMANENT = RetryRule(
     kind="permanent",
     matches=_is_a(PermanentError, NotFound),
 )
+#: How drivers, libraries and allocators report in a RuntimeError that memory ran out: of a GPU, pinned, or of the host.
+OUT_OF_MEMORY = (
+    r"(?i)out of (device |host |pinned )?memory|out_of_((device|host)_)?(memory|resources)|_alloc_failed"
+    r"|error_?memory_?allocation|error_?out_?of_?memory|(cuda|hip)(hostalloc|mallochost|hostmalloc)\b"
+    r"|status_memory_error|defaultcpuallocator|cannot allocate memory|bad_alloc"
+)
+
+
+def _is_memory_of_system(error: BaseException) -> bool:
+    """Return whether the operating system refused memory, such as for a mapping."""
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
 MEMORY = RetryRule(
     cause="memory",
-    errors="`torch.OutOfMemoryError`, `MemoryError`",
-    result="a batch is split until each task runs alone; a task that does not fit alone is not retried",
-    code="stage_failed",
+    errors=(
+        "`torch.OutOfMemoryError`, `MemoryError`, `CUDA error: out of memory`, `CUBLAS_STATUS_ALLOC_FAILED` and other "
+        "spellings"
+    ),
+    result=(
+        "a batch is halved until each task runs alone; a task alone is repeated once, a decode is then tiled, and at "
+        "last the request fails. It is retried once, on another worker or later, if other processes use memory of the "
+        "device"
+    ),
+    code="out_of_memory",
     kind="permanent",
     matches=_is_either(
-        _is_a(MemoryError), _is_named(["torch.OutOfMemoryError"], r"DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_F")
+        _is_a(MemoryError, OutOfMemory), _is_memory_of_system, _is_named(["torch.OutOfMemoryError"], OUT_OF_MEMORY)
     ),
 )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a task failed because memory ran out, in any spelling."""
+    return rule_of(error) is MEMORY
+
+
 DEVICE = RetryRule(
     cause="device",
     errors="`torch.AcceleratorError`, `CUDA error`, `HIP error`",

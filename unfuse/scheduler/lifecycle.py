@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from unfuse.core.errors import LeaseLost
 from unfuse.core.messages import (
     CLIENT_ERROR,
+    OUT_OF_MEMORY,
     ChangedFile,
     CheckpointSaved,
     OutputAnnounced,
@@ -61,6 +62,8 @@ ALL_FLAGGED = "the model's safety checker flagged all results: change the prompt
 MAX_HAND_BACK_WORKERS = 3  # workers that may hand a task back too often before its request becomes a dead letter
 WEIGHTS_CHANGED = "weights_changed"  # error code: the model's files have changed since they were loaded
 MODEL_FAILED = "model_failed"  # error code: a model that was added while servers ran cannot be served
+REASON_CODES = {CLIENT_ERROR: "invalid_parameter", OUT_OF_MEMORY: "out_of_memory"}  # error codes, by a failure's reason
+MEMORY_BACKOFF_S = 5.0  # seconds before a task gets a device again on which other processes use memory
 BACKOFF_S = 0.5  # seconds before the first retry of a transient failure; they double with each further one
 
 
@@ -280,7 +283,7 @@ def fail_stage(
         builder.account(run, is_billed=failed.kind == "permanent" and is_refused, is_final=True)
     match failed.kind:
         case "transient" if failed.error:
-            return _retry_unknown_error(builder, failed, worker, has_other)
+            return _retry_once(builder, failed, worker, has_other, queue_now)
         case "transient":
             backoff = BACKOFF_S * 2 ** builder.stages[stage].failures
             return builder.charge("failures", stage, failed.message, failed.evidence).retry(claim, queue_now + backoff)
@@ -293,7 +296,7 @@ def fail_stage(
         case "object_lost":
             return _recompute_lost_input(builder, failed, {run.stage for run in running})
         case "permanent":
-            code = "invalid_parameter" if failed.reason == CLIENT_ERROR else "stage_failed"
+            code = REASON_CODES.get(failed.reason, "stage_failed")
             return builder.end_request("failed", ErrorInfo(code, failed.message, stage, failed.evidence), claim)
     raise ValueError("a task is handed back to the queue, not failed")
 
@@ -566,17 +569,21 @@ def _recompute_lost_input(builder: ChangeBuilder, failed: TaskFailed, running: s
     return builder.build(failed.claim)
 
 
-def _retry_unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_other: bool) -> Change:
-    """Retry a stage, preferably elsewhere, or fail its request if the exception type repeats."""
+def _retry_once(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_other: bool, queue_now: float) -> Change:
+    """Retry a stage, preferably elsewhere, or fail its request if the exception type repeats.
+
+    A device that lacked memory gets the stage again after MEMORY_BACKOFF_S, when other processes may use less of it.
+    """
     stage = failed.claim.stage
     state = builder.stages[stage]
     if state.failed_with == failed.error:
         message = f"failed twice, on {state.failed_on} and {worker}: {failed.message}"
-        error = ErrorInfo("model_error", message, stage, failed.evidence)
+        error = ErrorInfo(REASON_CODES.get(failed.reason, "model_error"), message, stage, failed.evidence)
         return builder.end_request("failed", error, failed.claim, is_dead_letter=True)
     avoid_worker = worker if has_other else ""
     builder.stages[stage] = replace(state, failed_with=failed.error, failed_on=worker, avoid_worker=avoid_worker)
-    return builder.charge("failures", stage, failed.message, failed.evidence).retry(failed.claim)
+    not_before = queue_now + MEMORY_BACKOFF_S if failed.reason == OUT_OF_MEMORY and not has_other else 0.0
+    return builder.charge("failures", stage, failed.message, failed.evidence).retry(failed.claim, not_before)
 
 
 def _is_as_declared(stage: PlannedStage, report: TaskCompleted, worker: str) -> bool:

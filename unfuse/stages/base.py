@@ -269,6 +269,14 @@ class Stage(ABC):
         """
         return self.step([state])[0]
 
+    def reduce_memory(self, state: Any) -> Any | None:
+        """Return the state with a next step that needs less memory; None if the step cannot be made smaller.
+
+        Called after a step has run out of memory alone, twice. The given state must not be used again. Raises
+        OutOfMemory if a smaller step would change the bytes of the result, and `--exact-only` refuses that.
+        """
+        return None
+
     def advance(self, state: Any, result: Any) -> Any:
         """Return the state after a step with this result.
 

@@ -23,11 +23,12 @@ import structlog
 from unfuse.core.compute_options import DEFAULT_MAX_BATCH
 from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.plan import readable_pool
-from unfuse.core.retries import MEMORY, rule_of
+from unfuse.core.retries import is_out_of_memory
 from unfuse.stages.base import EncodedMedia, Stage
 from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
 from unfuse.worker.compute_messages import BatchMode
 from unfuse.worker.job import Job
+from unfuse.worker.memory_ladder import MemoryLadder
 from unfuse.worker.ranks import Ranks
 
 log = structlog.get_logger(__name__)
@@ -334,6 +335,7 @@ class Batches:
       comparisons have found no difference.
     - `synchronize`: waits until the device has computed all that was queued. Called before and after a forward of
       another key or size than the last one, whose time would be counted as its own otherwise.
+    - `memory_ladder`: decides what follows when a forward runs out of memory.
     """
 
     def __init__(
@@ -342,7 +344,9 @@ class Batches:
         exactness: InvarianceResults | None,
         ranks: Ranks,
         synchronize: Callable[[], object] = bool,
+        memory_ladder: MemoryLadder | None = None,
     ) -> None:
+        self._memory_ladder = memory_ladder or MemoryLadder()
         largest = max_batch or DEFAULT_MAX_BATCH
         power_of_two = 1 << (largest.bit_length() - 1)  # exact pools use no other sizes, so that few are compared
         self.sizes, self._max_batch = BatchSizes(power_of_two if exactness else largest), max_batch
@@ -431,7 +435,7 @@ class Batches:
 
         if mode == "compared":
             self._compare(batch, results)
-        return [*zip(batch, results, strict=True)]
+        return [outcome for job, result in zip(batch, results, strict=True) for outcome in self._outcome(job, result)]
 
     def _sort_key(self, job: Job) -> tuple[int, bool, bool, int, int]:
         """Return the sort key of a job: priority, single-step stages, final stages, then round-robin.
@@ -483,23 +487,35 @@ class Batches:
                 first_difference(alone, together), partial(variant_function, stage, states)
             )
         except Exception as error:  # the tasks go on with their results alone
-            if rule_of(error) is MEMORY:
+            if is_out_of_memory(error):
+                self._memory_ladder.recover(error)
                 self.sizes.too_large(key, len(batch))
                 return
             cause = f"{type(error).__name__}: {error}"
         if self._exactness:
             self._exactness.record(key, len(batch), cause)
 
+    def _outcome(self, job: Job, result: Any) -> list[tuple[Job, Any]]:
+        """Return the job with its result; nothing if its step is computed again.
+
+        A stage that computes the tasks of a batch one by one returns the error of a task that has run out of memory.
+        """
+        if isinstance(result, Exception) and is_out_of_memory(result):
+            return self._handle_failure([job], result, "alone")
+        job.repeats_step = False
+        return [(job, result)]
+
     def _handle_failure(self, batch: list[Job], error: Exception, mode: BatchMode) -> list[tuple[Job, Any]]:
         """Handle a failed forward: limit the batch size, or run its jobs alone.
 
         Returns the error only for a job that was alone already.
         """
-        if len(batch) == 1 and (mode == "alone" or not batch[0].stage.differs_alone):
+        is_alone = len(batch) == 1 and (mode == "alone" or not batch[0].stage.differs_alone)
+        if is_out_of_memory(error) and (is_alone or len(batch) > 1):
+            failed = self._memory_ladder.next_rung(batch, error, self.sizes.too_large)
+            return [(batch[0], failed)] if failed else []
+        if is_alone:
             return [(batch[0], error)]
-        if len(batch) > 1 and rule_of(error) is MEMORY:
-            self.sizes.too_large(batch[0].key, len(batch))
-        else:
-            for job in batch:
-                job.runs_alone = True
+        for job in batch:
+            job.runs_alone = True
         return []

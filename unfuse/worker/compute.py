@@ -41,6 +41,7 @@ from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
+from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
 from unfuse.worker.step_loop import StepLoop
@@ -146,37 +147,17 @@ def compute(descriptor: int) -> None:
         _invariance_results(load, numerics),
         Ranks(group, channel.send),
         load.compute.loop == "overlapped",
-        device_memory(device),
-        synchronizer(device),
-        selects_device(device),
+        compute_device(device),
     ).run()
 
 
-def device_memory(device: str) -> Callable[[], int]:
-    """Return a function for this process's bytes on a GPU; 0 on a CPU."""
-    if device.startswith("cpu"):
-        return lambda: 0
-    from unfuse.parallel.devices import reserved_bytes
+def compute_device(name: str) -> ComputeDevice:
+    """Return the device of that name, as the step loop uses it."""
+    if name.startswith("cpu"):
+        return ComputeDevice()
+    from unfuse.parallel.accelerator import Accelerator
 
-    return partial(reserved_bytes, device)
-
-
-def synchronizer(device: str) -> Callable[[], object]:
-    """Return a function that waits until a GPU has computed all that was queued; on a CPU, nothing is queued."""
-    if device.startswith("cpu"):
-        return bool
-    from unfuse.parallel.devices import synchronize
-
-    return partial(synchronize, device)
-
-
-def selects_device(device: str) -> Callable[[], None]:
-    """Return a function that makes a GPU the current device of the thread that calls it."""
-    if device.startswith("cpu"):
-        return lambda: None
-    from unfuse.parallel.devices import set_current
-
-    return partial(set_current, device)
+    return Accelerator(name)
 
 
 def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) -> InvarianceResults | None:

@@ -15,9 +15,10 @@ import msgspec
 
 from unfuse.core.codec import HEADER_BYTES, MAX_BYTES, decode, encode, frame, read_length, read_message
 from unfuse.core.compute_options import ComputeOptions
-from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
+from unfuse.core.errors import NotFound, ObjectLost, OutOfMemory, PermanentError, UnfuseError
 from unfuse.core.messages import (
     CLIENT_ERROR,
+    OUT_OF_MEMORY,
     BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
@@ -452,6 +453,10 @@ class ParentChannel:
         self._writer.close()
 
 
+#: By the cause of a retry rule, the reason that a failure by this rule reports.
+REASONS = {REQUEST.cause: CLIENT_ERROR, MEMORY.cause: OUT_OF_MEMORY}
+
+
 def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> TaskFailed:
     """Return the report for a task that ended with this error.
 
@@ -459,19 +464,20 @@ def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> T
     """
     rule = rule_of(error)
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
-    if rule is MEMORY:
+    is_shared = isinstance(error, OutOfMemory) and error.shared
+    if rule is MEMORY and not isinstance(error, OutOfMemory):
         message = (
             f"the device does not have enough memory for this request: {message}; reduce the request, or {ROOMIER}"
         )
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
     return TaskFailed(
         claim,
-        rule.kind,
+        "transient" if is_shared else rule.kind,
         sendable(message),
         sendable(evidence),
         object_id=error.object_id if isinstance(error, ObjectLost) else "",
-        reason=CLIENT_ERROR if rule is REQUEST else "",
-        error=sendable(type_name(error)) if rule is UNKNOWN else "",
+        reason=REASONS.get(rule.cause, ""),
+        error=sendable(type_name(error)) if rule is UNKNOWN or is_shared else "",
         timings=timings or Timings(),
     )
 

@@ -17,6 +17,7 @@ from unfuse.core.messages import CachePrefix, OutputAnnounced
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import declared_pool, prefix_key
 from unfuse.core.request import ResultFile, Timings
+from unfuse.core.retries import is_out_of_memory
 from unfuse.core.task import Claim, Lease, OutputDeltas, check_deltas
 from unfuse.stages.base import EncodedMedia, Stage, StageInput, StageOutput, StreamedInput, Tensors, need
 from unfuse.stores.results import ResultStore
@@ -62,6 +63,9 @@ class Job:
 
     #: Whether the task shares no forward any more, because a batch with it failed.
     runs_alone: bool = False
+
+    #: Whether its next step is repeated, because the task ran out of memory in it alone.
+    repeats_step: bool = False
 
     #: The step of the checkpoint that the task started from.
     resumed: int = 0
@@ -288,7 +292,9 @@ class JobFactory:
             return self._make_job(run, stage, stage_input, opened, get_s=time.monotonic() - began)
         except BaseException as error:
             opened.close()
-            if not isinstance(error, ResultsUnavailable):  # after which the task waits and starts again
+            if is_out_of_memory(error):  # the task starts again; its stage computes what it had received itself
+                self.drop_streamed(run.lease.claim)
+            elif not isinstance(error, ResultsUnavailable):  # after which the task waits and starts again
                 self.forget(run.lease.claim)
             raise
         finally:

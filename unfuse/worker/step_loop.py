@@ -29,6 +29,7 @@ from unfuse.core.messages import (
 )
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
+from unfuse.core.retries import is_out_of_memory
 from unfuse.core.task import Claim, OutputDeltas
 from unfuse.stages.base import EncodedMedia, Stage, StageOutput
 from unfuse.stores.results import ResultStore, fragment_name, fragment_prefix
@@ -36,6 +37,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches, InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
+from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.encoder_thread import EncodedStep, EncoderThread
 from unfuse.worker.job import (
     Job,
@@ -47,6 +49,7 @@ from unfuse.worker.job import (
     store_prefix_blocks,
     write,
 )
+from unfuse.worker.memory_ladder import MemoryLadder
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.status_reporter import ComputeLeakCheck, StatusReporter
 
@@ -225,9 +228,7 @@ class StepLoop:
     - `ranks`: the first rank decides, stores and reports. The others carry out the same step plans.
     - `overlapped`: the next step is computed while the last one is reported, where the stage allows it. Files are
       encoded while the next steps are computed in any case.
-    - `device_memory`: returns the bytes that the process uses on a GPU.
-    - `synchronize`: waits until the device has computed all that was queued.
-    - `starts_thread`: called first in the second thread, to select the device there.
+    - `device`: the device that the stages compute on.
     """
 
     def __init__(
@@ -244,10 +245,9 @@ class StepLoop:
         exactness: InvarianceResults | None = None,
         ranks: Ranks | None = None,
         overlapped: bool = False,
-        device_memory: Callable[[], int] = lambda: 0,
-        synchronize: Callable[[], object] = bool,
-        starts_thread: Callable[[], object] = lambda: None,
+        device: ComputeDevice | None = None,
     ) -> None:
+        device = device or ComputeDevice()
         self._ranks = ranks or Ranks()
         self._factory = JobFactory(stages, store, results, plain, exactness is not None, self._ranks.size)
         self._encodings, self._policy = encodings or {}, policy or CheckpointPolicy()
@@ -255,9 +255,10 @@ class StepLoop:
         self._inbox = inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
-        self._batches = Batches(batch, exactness, self._ranks, synchronize)
-        self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device_memory, send)
-        self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped, starts_thread)
+        self._memory_ladder = MemoryLadder(device)
+        self._batches = Batches(batch, exactness, self._ranks, device.synchronize, self._memory_ladder)
+        self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device.reserved_bytes, send)
+        self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped, device.select)
         self._encoder = EncoderThread(self._reporter.report_files, lambda: inbox.put(messages.StepEncoded()))
         self._answer = send  # every rank answers InputArrived, since its chunk's place is free after all answers
 
@@ -268,6 +269,8 @@ class StepLoop:
         self._failed_encodings: list[messages.CancelTask] = []  # tasks that other ranks must drop
         # Tasks to save and then drop, and those of them that the last step plan saved.
         self._to_save, self._saving = set[Claim](), set[Claim]()
+        # Stages of which a task has ended since the allocator's cache was last considered.
+        self._ended_stages = set[Stage]()
 
     def run(self) -> None:
         """Run tasks until the process ends."""
@@ -281,6 +284,7 @@ class StepLoop:
 
     def _receive_plan(self) -> messages.StepPlan:
         """Return the first rank's next step plan, and store the messages before it."""
+        self._give_back_cache()
         while not isinstance(message := self._inbox.get(), messages.StepPlan):
             self._collect(message)
         return message
@@ -292,6 +296,7 @@ class StepLoop:
         urgent one. Tasks that are dropped only if they can be saved are saved in one plan and dropped in the next: only
         the first rank can tell whether saving has worked.
         """
+        self._give_back_cache()
         encoded = self._encoder.finished()
         self._finish_encoded(encoded)
         own_cancels = [messages.CancelTask(claim) for claim in self._saving if self._is_safe(claim)]
@@ -314,6 +319,13 @@ class StepLoop:
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
         save, step = tuple(job.claim for job in saved), tuple(job.claim for job in batch)
         return messages.StepPlan(save=save, step=step, batch_mode=mode, receive=pieces)
+
+    def _give_back_cache(self) -> None:
+        """Let other processes on the device use the cache of a stage whose last task has ended."""
+        idle_stages = self._ended_stages - {job.stage for job in self._jobs.values()}
+        self._ended_stages -= idle_stages
+        if idle_stages:
+            self._memory_ladder.give_back()
 
     def carry_out(self, plan: messages.StepPlan) -> None:
         """Carry out a step plan. Tasks that have ended since it was decided are skipped.
@@ -409,7 +421,7 @@ class StepLoop:
         """Start a task on this rank. Returns its job, or the error."""
         self._send(StepProgress(run.lease.claim, 0, 0, 0))
         try:
-            return self._factory.start(run)
+            return self._memory_ladder.repeat(run.lease.task, partial(self._factory.start, run))
         except Exception as error:  # an error of one task must not end the process
             return error
 
@@ -506,11 +518,15 @@ class StepLoop:
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
         self._release(job)
+        if is_out_of_memory(error):
+            error = self._memory_ladder.explain(job.lease.task, error)
         self._send(messages.failure(job.claim, error, job.timings))
 
     def _release(self, job: Job) -> None:
         """Release a job's inputs and its stage's state, once none of its steps is being encoded."""
         self._encoder.cancel(job)
+        """Release a job's inputs and its stage's state."""
+        self._ended_stages.add(job.stage)
         job.opened.close()
         job.stage.release(job.state)
 

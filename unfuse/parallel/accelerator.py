@@ -1,0 +1,57 @@
+"""A GPU as the device of a compute process."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from typing_extensions import override
+
+from unfuse.parallel.devices import memory, reserved_bytes, set_current, synchronize
+from unfuse.worker.compute_device import ComputeDevice
+
+#: GPU memory that a process uses for its context and the kernels of libraries, which torch does not count.
+CONTEXT = 512 << 20
+
+
+class Accelerator(ComputeDevice):
+    """A GPU, as this process sees it.
+
+    `device`: torch's name of the device.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._module = torch.get_device_module(torch.device(device))
+
+    @override
+    def reserved_bytes(self) -> int:
+        return reserved_bytes(self._device)
+
+    @override
+    def cached_bytes(self) -> int:
+        allocated = getattr(self._module, "memory_allocated", None)
+        used = allocated(self._device) if allocated else self._module.current_allocated_memory()
+        return self.reserved_bytes() - int(used)
+
+    @override
+    def used_by_others(self) -> int:
+        free, total = memory(self._device)
+        return max(0, total - free - self.reserved_bytes() - CONTEXT)
+
+    @override
+    def empty_cache(self) -> None:
+        gc.collect()  # tensors in reference cycles, such as those of an exception, still count as used
+        self._module.empty_cache()
+
+    @override
+    def select(self) -> None:
+        set_current(self._device)
+
+    @override
+    def synchronize(self) -> None:
+        synchronize(self._device)
+
+    def free_bytes(self) -> int:
+        """Return the bytes that this process can still use: those of the device, and its own cache."""
+        return memory(self._device)[0] + self.cached_bytes()
