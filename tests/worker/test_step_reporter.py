@@ -21,7 +21,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.messages import StepProgress, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import OutputDeltas
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage
-from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.compute_messages import CancelTask, FromCompute
 from unfuse.worker.step_loop import StepLoop
 

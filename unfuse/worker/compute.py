@@ -38,7 +38,7 @@ from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.gguf_model import open_files
 from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
-from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
