@@ -99,7 +99,10 @@ def compare(comparison: BatchComparison) -> Iterator[ComparedBatch]:
     """Yield the result of every stage and batch size."""
     import torch
 
+    from unfuse.parallel.kernel_flags import set_kernel_flags
+
     torch.set_num_threads(comparison.compute.threads)
+    set_kernel_flags(comparison.device, tf32=comparison.compute.tf32)
     folder = Path(comparison.folder)
     family, spec = find(folder), read_model_spec("compared", folder, comparison.dtype)
     runtime = RuntimeOptions(comparison.device, spec.dtypes, comparison.compute)

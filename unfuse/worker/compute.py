@@ -265,10 +265,11 @@ def _load_stages(
     component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
     libraries |= library(open_files(folder).quantization(name) for folder, name in component_folders)
     device = _device(load, bool(libraries))
-    numerics, spreads = (
-        numerics_of(load, device, libraries),
+    flags, spreads = (
+        _set_kernel_flags(load, device) if libraries else {},
         worker_parallelism(load.compute.parallel, load.choice.roles),
     )
+    numerics = numerics_of(load, device, libraries) | flags
     _check_agreement(group, numerics, wanted)
 
     stages: dict[str, Stage] = {}
@@ -345,6 +346,13 @@ def _device(load: messages.LoadModels, with_torch: bool) -> str:
         raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
     chosen = devices[load.rank : load.rank + 1] or ["cpu"]
     return chosen[0].partition(":")[0] if load.ranks == 1 else chosen[0]
+
+
+def _set_kernel_flags(load: messages.LoadModels, device: str) -> dict[str, str]:
+    """Set the flags by which torch chooses kernels, and return them as numerics."""
+    from unfuse.parallel.kernel_flags import set_kernel_flags
+
+    return set_kernel_flags(device, tf32=load.compute.tf32)
 
 
 def numerics_of(load: messages.LoadModels, device: str, libraries: Collection[str]) -> dict[str, str]:
