@@ -21,7 +21,8 @@ from bench.model import Made, Model
 from tools import tiny
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.stages.base import Stage, StageInput
-from unfuse.worker.batches import first_difference, variant_function
+from unfuse.stages.bitwise import first_difference
+from unfuse.stages.variant_functions import variant_function
 
 FAMILIES = ("wan", "wan-2.2", "wan-2.2-5b", "flux", "hunyuan-video", "qwen-image")
 DTYPES = ("float32", "bfloat16")

@@ -15,6 +15,7 @@ from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models import find
 from unfuse.models.base import Report, RuntimeOptions
+from unfuse.parallel.kernel_flags import set_kernel_flags
 from unfuse.stages.base import Stage, StageInput, StageOutput, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState
 
@@ -35,6 +36,7 @@ class Model:
         loras: str = "",
     ) -> None:
         options, family = options or ComputeOptions(), find(folder)
+        set_kernel_flags(device, tf32=options.tf32)
         self.card = family.model_spec("bench", folder, options.dtype)
         self.runtime = RuntimeOptions(device, self.card.dtypes, options, loras)
         self.specs = {spec.name: spec for spec in self.card.pipeline.stages if not spec.only_with}

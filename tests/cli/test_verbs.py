@@ -42,7 +42,7 @@ from unfuse.planning.gpus import GpuSearch
 from unfuse.queues.base import QueueLimits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listen_unix, server_socket
-from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
 
 SHAPES = resolve_source("unfuse/shapes")
 VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers", "pools", "doctor", "config", "version"]

@@ -64,7 +64,7 @@ RENAMES = Renames(
         "room": "arena_bytes",
         "holds": "loaded_model",
         "shares": "batch_invariance",
-        "blame": "variant_functions",
+        "blame": "differences",
     },
     metrics={"unfuse_pool_asleep": "unfuse_pool_scaled_to_zero"},
     labels={"outcome": "numerics"},

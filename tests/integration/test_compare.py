@@ -40,3 +40,13 @@ def test_compare_reports_equal_outputs_and_gains_over_diffusers(tmp_path: Path, 
     first = next(line for line in ran.stderr.splitlines() if "requests" in line)
     assert re.match(r"1[02] requests with diffusers, then 8 requests with unfuse: ", first)
     assert re.search(r"^estimate: about \S+ \w+, at \S+ s a request$", ran.stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_compare_batches_names_each_stage_and_size(tmp_path: Path) -> None:
+    command = unfuse("compare", "unfuse/shapes", "--batches", "2,4", "--steps", "2", "--json")
+    ran = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(ran.stdout)["batches"]
+    assert {(row["stage"], row["size"]) for row in rows} >= {("text_encode", 2), ("denoise", 4), ("vae_decode", 0)}
+    assert all(row["equal"] and not row["because_of"] for row in rows)

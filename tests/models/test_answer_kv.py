@@ -30,7 +30,7 @@ from unfuse.core.text import (
 )
 from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, DecodeState, Prefill
-from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.compute_messages import CancelTask
 from unfuse.worker.step_loop import StepLoop
 

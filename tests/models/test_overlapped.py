@@ -20,7 +20,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease, OutputDeltas
 from unfuse.core.text import PREFILL_CHUNK_TOKENS, TokenDelta
 from unfuse.stages.language import Prefill
-from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.step_loop import StepLoop
 
 WAIT_S = 20.0

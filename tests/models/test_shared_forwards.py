@@ -9,7 +9,8 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.stages.base import Stage, StageInput
-from unfuse.worker.batches import first_difference, variant_function
+from unfuse.stages.bitwise import first_difference
+from unfuse.stages.variant_functions import variant_function
 
 KINDS = {job.model: job for job in reversed(c.JOBS)}
 """Of each tiny model one call that it can take."""

@@ -11,7 +11,7 @@ from unfuse.core.plan import readable_pool
 from unfuse.planning.placement import ComponentMemory, Device, WorkerPlan, place_workers
 from unfuse.service.plan import ServingPlan, plan_models
 from unfuse.service.report import invariance_rows, split_gains, split_recommendation
-from unfuse.worker.batches import TRUSTED_AFTER, InvarianceResults
+from unfuse.worker.batch_invariance import TRUSTED_AFTER, InvarianceResults
 from unfuse.worker.compute_messages import EXACTNESS
 
 ROLES = ("encoder", "denoiser", "decoder")

@@ -263,7 +263,7 @@ def test_example_toml_of_the_settings_page_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "deploy").glob("*/*.*"))], ids=lambda path: path.name)
 def test_variables_named_in_the_docs_are_settings(path: Path) -> None:
-    named = set(re.findall(r"UNFUSE_[A-Z_]*[A-Z]", path.read_text()))
+    named = set(re.findall(r"UNFUSE_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
     assert named - {field.variable for field in FIELDS.values()} == set()
 
 

@@ -22,7 +22,7 @@ from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
 from unfuse.core.messages import TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
-from unfuse.worker.batches import TRUSTED_AFTER, InvarianceResults
+from unfuse.worker.batch_invariance import TRUSTED_AFTER, InvarianceResults
 from unfuse.worker.compute import _check_agreement
 from unfuse.worker.compute_messages import (
     CancelTask,

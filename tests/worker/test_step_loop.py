@@ -32,7 +32,8 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.worker import step_loop
-from unfuse.worker.batches import TRUSTED_AFTER, BatchSizes, InvarianceResults
+from unfuse.worker.batch_invariance import TRUSTED_AFTER, InvarianceResults
+from unfuse.worker.batches import BatchSizes
 from unfuse.worker.compute_messages import CancelTask, FromCompute, RunTask, StepPlan, TaskWaits
 from unfuse.worker.step_loop import StepLoop
 
@@ -357,7 +358,7 @@ def test_batch_that_changes_bytes_is_never_used_for_results(tmp_path: Path) -> N
     loop = exact(tmp_path, stage)
     leases = [loop.run(tag=tag, steps=8) for tag in (1, 2, 3, 4)]
     assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(8)] for t in (1, 2, 3, 4)]
-    assert sum(len(batch) == 4 for batch in stage.batches) == 2, "compared once, and once more to see what is to blame"
+    assert sum(len(batch) == 4 for batch in stage.batches) == 1, "compared once, and nobody looks for the function"
     assert any(len(batch) == 2 for batch in stage.batches), "and a smaller one may do"
     assert loop.loop._batches.sizes.size(("count", stage.batch_key(StageInput({}, {})), 0), 4) <= 2, (
         "and nobody asks for the larger one again"
@@ -454,6 +455,14 @@ def test_failed_comparison_is_not_retried(tmp_path: Path) -> None:
     leases = [loop.run(tag=tag, steps=5) for tag in (1, 2)]
     assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(5)] for t in (1, 2)]
     assert asked[2] == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: misaligned address"), TimeoutError("rank 1 is gone")])
+def test_comparison_that_the_machine_fails_shows_no_difference(tmp_path: Path, error: Exception) -> None:
+    loop = exact(tmp_path, Shared(raises=lambda size: error if size == 2 else None), batch=2)
+    for lease in [loop.run(tag=tag, steps=1) for tag in (1, 2)]:
+        loop.outcome(lease)
+    assert not (tmp_path / "exactness.json").exists()
 
 
 def test_stepped_task_completes_with_readable_output(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.messages import StepProgress, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import OutputDeltas
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage
-from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
+from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.compute_messages import CancelTask, FromCompute
 from unfuse.worker.step_loop import StepLoop
 
@@ -221,9 +222,9 @@ def test_reporting_thread_selects_the_device_before_its_first_report(tmp_path: P
 
     bench = Bench(tmp_path, talks := {"talk": Talk(tell)}, 1)
     own = bench.store, bench.results, bench.inbox, bench.sent.append
-    bench.loop = StepLoop(
-        talks, *own, 1, overlapped=True, starts_thread=lambda: selecting.append(threading.current_thread().name)
-    )
+    device = ComputeDevice()
+    device.select = lambda: selecting.append(threading.current_thread().name)  # type: ignore[method-assign]
+    bench.loop = StepLoop(talks, *own, 1, overlapped=True, device=device)
     bench.outcome(bench.run("talk", tag=3, steps=6))
     here = threading.current_thread().name
     assert selecting == [*{*telling} - {here}] != []

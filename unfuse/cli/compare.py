@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from unfuse.cli import show
 from unfuse.cli.files import require_files
@@ -44,6 +45,14 @@ def compare(
     image: Annotated[
         Path | None, typer.Option(help="Reference image, for a model that takes one. [default: none]")
     ] = None,
+    batches: Annotated[
+        str,
+        typer.Option(
+            help="Sizes of batches, such as 2,4,8. With it, batches of exact pools are compared with requests alone, "
+            "in place of diffusers with unfuse: the first function that changes bytes is named. [default: none]",
+            show_default=False,
+        ),
+    ] = "",
     config: Config = None,
     json: Json = False,
 ) -> None:
@@ -55,7 +64,7 @@ def compare(
     Example: unfuse compare unfuse/shapes --levels 1,4 --rounds 3
     """
     asked["prompt"] = prompt
-    counts = _parse_levels(levels)
+    counts, batch_sizes = _parse_numbers("--levels", levels), _parse_numbers("--batches", batches) if batches else []
     check_bounds(asked, modality_for(asked))
     require_files([("--image", image)])
     terminal.open_log()
@@ -66,7 +75,11 @@ def compare(
 
     loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
     plan = plan_service(serve_options(without_keys(loaded)))
-    comparison = _ComparisonOptions(plan, with_duration(plan.models[0].spec, asked, image), image, rounds, counts)
+    params = with_duration(plan.models[0].spec, asked, image)
+    if batch_sizes:
+        _print_batches(plan, params, image, batch_sizes, terminal, json)
+        return
+    comparison = _ComparisonOptions(plan, params, image, rounds, counts)
     undivided, split = _measure_both(comparison, loaded, terminal)
     _print_report(undivided, split, len(plan.workers), json)
 
@@ -126,15 +139,29 @@ def _measure_both(
             return undivided, measure(pools, options.params, options.rounds, options.counts)
 
 
-def _parse_levels(levels: str) -> list[int]:
-    """Return the numbers of concurrent requests in --levels. Raises UsageError."""
-    numbers = [level.strip() for level in levels.split(",")]
-    for level in numbers:
-        if not (level.isdecimal() and 0 < int(level) <= MOST_AT_ONCE):
+def _parse_numbers(flag: str, text: str) -> list[int]:
+    """Return the numbers in the value of a flag. Raises UsageError."""
+    numbers = [number.strip() for number in text.split(",")]
+    for number in numbers:
+        if not (number.isdecimal() and 0 < int(number) <= MOST_AT_ONCE):
             raise UsageError(
-                f"--levels {levels}: {level!r} is not a number from 1 to {MOST_AT_ONCE}; write it like 1,4,16"
+                f"{flag} {text}: {number!r} is not a number from 1 to {MOST_AT_ONCE}; write it like 1,4,16"
             )
-    return [int(level) for level in numbers]
+    return [int(number) for number in numbers]
+
+
+def _print_batches(
+    plan: ServingPlan, params: dict[str, Any], image: Path | None, sizes: list[int], terminal: Terminal, json: bool
+) -> None:
+    """Compare batches with requests alone, and print each result."""
+    from unfuse.service.batch_comparison import compare_batches
+
+    rows = [asdict(result) for result in compare_batches(plan, params, image, sizes, terminal.relay)]
+    if json:
+        show.as_json({"batches": rows})
+        return
+    readable = [row | {"size": row["size"] or "alone", "equal": "equal" if row["equal"] else "differs"} for row in rows]
+    show.as_table(readable, ["stage", "size", "equal", "because_of"], "nothing was compared")
 
 
 def _print_report(undivided: ComparisonFigures, split: ComparisonFigures, workers: int, json: bool) -> None:

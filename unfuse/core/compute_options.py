@@ -408,6 +408,15 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "whole"
 
+    tf32: Annotated[
+        bool,
+        Meta(
+            description="Lets products and convolutions of float32 weights on a CUDA device round their inputs to TF32 "
+            "(10 bits), which is faster. Without it float32 is float32. On other devices it changes nothing.",
+            extra={"level": "expert"},
+        ),
+    ] = False
+
     @property
     def numerics(self) -> dict[str, str]:
         """The settings that change the bytes of a result.

@@ -82,11 +82,11 @@ class BatchInvarianceStats(msgspec.Struct, frozen=True):
 
     #: Size of the largest batch that gave each request the bytes that it has alone.
     largest: Count = 1
-    #: By batch size, the function that changed bytes.
-    variant_functions: Annotated[dict[int, str], Meta(max_length=256)] = {}
+    #: By batch size that is not used, what a comparison showed: that results differ, or the error of the batch.
+    differences: Annotated[dict[int, str], Meta(max_length=256)] = {}
 
     def __or__(self, other: BatchInvarianceStats) -> BatchInvarianceStats:
-        return BatchInvarianceStats(max(self.largest, other.largest), self.variant_functions | other.variant_functions)
+        return BatchInvarianceStats(max(self.largest, other.largest), self.differences | other.differences)
 
 
 class RankTimes(msgspec.Struct, frozen=True):

@@ -37,6 +37,8 @@ class Undivided(msgspec.Struct, frozen=True):
     dtypes: dict[str, str]
     #: The path of the start image of all requests, for models with image input; "" for none.
     image: str = ""
+    #: Whether float32 may be rounded to TF32 on a CUDA device, as in workers.
+    tf32: bool = False
 
 
 def main() -> None:
@@ -61,8 +63,11 @@ def _load(model: Undivided) -> Any:
     from diffusers.utils.logging import disable_progress_bar
     from transformers.utils.logging import disable_progress_bar as transformers_quiet
 
+    from unfuse.parallel.kernel_flags import set_kernel_flags
+
     disable_progress_bar()
     transformers_quiet()
+    set_kernel_flags(model.device, tf32=model.tf32)
     dtypes = {name: getattr(torch, dtype) for name, dtype in model.dtypes.items()}
     pipeline = DiffusionPipeline.from_pretrained(model.folder, dtype={**dtypes, "default": torch.float32})
     pipeline.set_progress_bar_config(disable=True)

@@ -207,7 +207,8 @@ async def pools(gateway: GatewayDep) -> dict[str, object]:
 
     `leased` counts all tasks of the pool's workers, including those of their other pools. `oldest_s` is the longest
     wait of the first few tasks in the queue. `batch_invariance` has `largest`, the largest batch
-    that changed no byte of any result, and `variant_functions`, by batch size the function that changed bytes.
+    that changed no byte of any result, and `differences`, by batch size why it is not used: the results of a comparison
+    differed, or its batch failed.
     """
     registry = gateway.scheduler.registry
     members = await registry.workers()

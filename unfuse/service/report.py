@@ -18,7 +18,7 @@ from unfuse.core.text_parameters import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.server.served_models import ModelNames
 from unfuse.service.plan import ServingPlan
-from unfuse.worker.batches import InvarianceResult, InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResult, InvarianceResults
 from unfuse.worker.compute_messages import EXACTNESS
 
 #: The prompt of the example command.
@@ -158,7 +158,7 @@ def invariance_rows(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
 
     `exact_to`: the largest batch size that changes no byte.
     `not_from`: the smallest batch size that changes bytes, or None if none did.
-    `because_of`: the function whose output differs at that size; "" if none does.
+    `because_of`: what differed at that size; "" if nothing did.
     """
     pools = {pool for model in plan.models for pool in model.spec.pools().values()}
     results: defaultdict[str, list[InvarianceResult]] = defaultdict(list)
@@ -168,15 +168,15 @@ def invariance_rows(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
 
     rows = []
     for pool, pool_results in sorted(results.items()):
-        variant_results = (result for result in pool_results if result.variant_function)
-        smallest_variant = min(variant_results, key=lambda result: result.size, default=InvarianceResult())
+        differing_results = (result for result in pool_results if result.difference)
+        smallest = min(differing_results, key=lambda result: result.size, default=InvarianceResult())
         largest_exact = max((result.size for result in pool_results if result.is_trusted), default=1)
         rows.append(
             {
                 "pool": readable_pool(pool),
                 "exact_to": largest_exact,
-                "not_from": smallest_variant.size or None,
-                "because_of": smallest_variant.variant_function,
+                "not_from": smallest.size or None,
+                "because_of": smallest.difference,
             }
         )
     return rows

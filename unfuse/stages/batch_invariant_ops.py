@@ -14,22 +14,20 @@ not on other devices: docs/reference/performance/gpu.md.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 Function = Callable[..., Any]
 
 
-def _functions_named(names: str) -> frozenset[Function]:
+def functions_named(names: str) -> frozenset[Function]:
     """Return torch's functions and tensor methods of these names, with their in-place variants.
 
     They are found in torch, torch.nn.functional, torch.special and Tensor.
@@ -45,9 +43,9 @@ def _functions_named(names: str) -> frozenset[Function]:
 
 
 #: Functions that may depend on the rest of the batch, whatever their arguments.
-CONVOLUTIONS = _functions_named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
-NORMS = _functions_named("normalize group_norm instance_norm")
-POINTWISE = _functions_named(
+CONVOLUTIONS = functions_named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+NORMS = functions_named("normalize group_norm instance_norm")
+POINTWISE = functions_named(
     "silu gelu mish softplus sigmoid tanh elu selu celu logsigmoid exp exp2 expm1 log log2 log10 log1p erf erfc "
     "sin cos tan sinh cosh atan"
 )
@@ -60,15 +58,13 @@ IN_PLACE_VARIANTS: dict[Function, Function] = {
 #: Keyword arguments of these variants that are passed on.
 PASSED_KEYWORDS = {"approximate"}
 #: Functions with a constant base, so that the tensor is the exponent.
-BASES = _functions_named("__rpow__")
+BASES = functions_named("__rpow__")
 #: Functions that compute powers.
-POWERS = _functions_named("pow float_power __pow__ __ipow__") | BASES
+POWERS = functions_named("pow float_power __pow__ __ipow__") | BASES
 #: Exponents for which a power is computed by products, quotients and square roots, which round the same everywhere.
 EXACT_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
 #: Matrix products.
-PRODUCTS = _functions_named("linear matmul mm __matmul__")
-#: Functions that return uninitialized memory, whose contents are not compared.
-UNWRITTEN = _functions_named("empty empty_like empty_strided new_empty")
+PRODUCTS = functions_named("linear matmul mm __matmul__")
 #: With fewer vectors than this, of 32-bit and of 16-bit elements, a product may select its kernel by their number.
 FEW, FEW_NARROW = 16, 64
 
@@ -188,46 +184,3 @@ def one_by_one(rows: int, parts: int = 1) -> AbstractContextManager[object]:
     `parts`: how many adjacent rows some modules make of each.
     """
     return BatchInvariantOps(rows, parts) if rows > 1 else nullcontext()
-
-
-class _Trace(TorchFunctionMode):
-    """Records every function of a forward, with a digest of each row of its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, list[str]]] = []
-
-    @override
-    def __torch_function__(
-        self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensor = result[0] if isinstance(result, tuple) and result else result
-        if isinstance(tensor, Tensor) and tensor.dim() and func not in UNWRITTEN:
-            self.calls.append((str(resolve_name(func)), [_digest(row) for row in tensor]))
-        return result
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a digest of a tensor's shape, dtype and bytes."""
-    data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
-    digest: str = xxhash.xxh3_64_hexdigest(data.data)
-    return f"{tuple(tensor.shape)} {tensor.dtype} {digest}"
-
-
-def first_difference(alone: Callable[[], object], together: Callable[[], object]) -> str:
-    """Return the name of the first function whose result differs between two forwards.
-
-    `alone`: runs the forward of one row. `together`: runs a forward of several rows, with that one. The results for
-    that row are compared. Further rows and functions of the latter are ignored. "": no difference was found.
-    """
-    with _Trace() as alone_trace:
-        alone()
-    with _Trace() as together_trace:
-        together()
-
-    digests_by_name: dict[str, set[str]] = defaultdict(set)
-    for name, rows in together_trace.calls:
-        digests_by_name[name].update(rows)
-
-    return next((name for name, rows in alone_trace.calls if not digests_by_name[name].issuperset(rows)), "")

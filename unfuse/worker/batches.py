@@ -6,43 +6,22 @@ task (batch invariance).
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
-import numpy as np
-import structlog
-
 from unfuse.core.compute_options import DEFAULT_MAX_BATCH
 from unfuse.core.messages import BatchInvarianceStats
-from unfuse.core.plan import readable_pool
-from unfuse.core.retries import is_out_of_memory
-from unfuse.stages.base import EncodedMedia, Stage
-from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
+from unfuse.core.retries import CONNECTION, DEVICE, is_out_of_memory, rule_of
+from unfuse.stages.bitwise import first_difference
+from unfuse.worker.batch_invariance import InvarianceResults, Key
 from unfuse.worker.compute_messages import BatchMode
 from unfuse.worker.job import Job
 from unfuse.worker.memory_ladder import MemoryLadder
 from unfuse.worker.ranks import Ranks
-
-log = structlog.get_logger(__name__)
-
-#: Number of comparisons without a difference after which a batch size is trusted and no longer compared each time.
-TRUSTED_AFTER = 3
-
-#: One of this many batches of a trusted size is compared again: a difference may be rare.
-RECHECK_ONE_IN = 512
-
-#: What tasks must have in common to share a forward. The first element is the pool.
-Key = tuple[Hashable, ...]
-
-UNKNOWN = "an unknown function"
 
 #: Most tasks in one forward of a stage that has `all_together`.
 LARGEST = 256
@@ -66,150 +45,6 @@ LEAST = 0.5
 
 #: Most keys whose batch sizes are remembered.
 MAX_KEYS = 256
-
-
-class InvarianceResult(msgspec.Struct, frozen=True):
-    """What comparisons of one batch size found (batch invariance)."""
-
-    #: Number of comparisons without a difference.
-    equal: int = 0
-
-    #: The function that made a difference. Empty if none did.
-    variant_function: str = ""
-
-    #: The pool whose batches were compared.
-    pool: str = ""
-
-    #: The batch size.
-    size: int = 0
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether requests may share a forward of this size."""
-        return self.equal >= TRUSTED_AFTER and not self.variant_function
-
-
-NOT_COMPARED = InvarianceResult()
-
-
-class InvarianceResults:
-    """The batch invariance results of one process, in a file shared with other processes.
-
-    A key begins with a pool, followed by the properties that tasks of one batch have in common. Results are valid for
-    one `scope`: the device, versions and settings under which they were found. Without a `file`, they end with the
-    process. A file that cannot be read or written only costs comparisons. `chance` returns a random number from 0 to 1.
-    """
-
-    def __init__(self, file: Path | None, scope: str = "", chance: Callable[[], float] = random.random) -> None:
-        self._file = file
-        self._scope = scope
-        self._chance = chance
-        self._verdicts = self._read()
-
-    def all(self) -> Sequence[InvarianceResult]:
-        """Return every result, of any scope."""
-        return [*self._verdicts.values()]
-
-    def find(self, key: Key, size: int) -> InvarianceResult:
-        """Return the result for batches of this size; NOT_COMPARED without one."""
-        return self._verdicts.get(self._name(key, size), NOT_COMPARED)
-
-    def must_compare(self, key: Key, size: int) -> bool:
-        """Whether the next batch of this size should be computed both ways.
-
-        A size that is known to differ is not compared again.
-        """
-        result = self.find(key, size)
-        return not result.variant_function and (not result.is_trusted or self._chance() * RECHECK_ONE_IN < 1)
-
-    def largest(self, key: Key, size: int) -> int:
-        """Return the largest of size, size/2, size/4, … not known to differ, or 0."""
-        while size and self.find(key, size).variant_function:
-            size //= 2
-        return size
-
-    def record(self, key: Key, size: int, cause: str) -> None:
-        """Store the result of a comparison.
-
-        `cause`: the function that made a difference, or the error of the shared forward; "" for equal results.
-        """
-        before = self.find(key, size)
-        after = InvarianceResult(before.equal + (not cause), cause, str(key[0]), size)
-
-        # The entry moves to the end, so that the first one is always the one that was compared longest ago.
-        self._verdicts.pop(self._name(key, size), None)
-        self._verdicts[self._name(key, size)] = after
-        if len(self._verdicts) > MAX_ENTRIES:  # clients choose image sizes, and so the number of keys
-            del self._verdicts[next(iter(self._verdicts))]
-
-        if cause:
-            fields = {"pool": readable_pool(str(key[0])), "key": str(key[1:]), "size": size}
-            log.warning("a batch of this size changes the results of its requests", **fields, because_of=cause)
-
-        # Only a change of trust is written, because each write replaces the whole file.
-        if after.is_trusted != before.is_trusted or cause:
-            self._write(self._name(key, size), after)
-
-    def _name(self, key: Key, size: int) -> str:
-        return f"{self._scope} {key!r} {size}".strip()
-
-    def _read(self) -> dict[str, InvarianceResult]:
-        try:
-            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, InvarianceResult]) if self._file else {}
-        except FileNotFoundError:
-            return {}
-        except (OSError, msgspec.MsgspecError) as error:
-            log.warning("the batch invariance results cannot be read", file=str(self._file), reason=str(error))
-            return {}
-
-    def _write(self, name: str, result: InvarianceResult) -> None:
-        """Add a result to the file. Results that other processes added meanwhile stay."""
-        if self._file is None:
-            return
-        try:
-            add_entry(self._file, self._read, name, result)
-        except OSError as error:
-            log.warning("the batch invariance results cannot be written", file=str(self._file), reason=str(error))
-
-
-def first_difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
-    """Return the first row whose result alone differs from the one together, or None."""
-    pairs = zip(alone, together, strict=True)
-    return next((row for row, (single, shared) in enumerate(pairs) if not _equal(single, shared)), None)
-
-
-def variant_function(stage: Stage, states: Sequence[Any], row: int) -> str:
-    """Return the function that makes this row differ. Repeats both forwards to find it."""
-    from unfuse.stages.batch_invariant_ops import first_difference
-
-    return first_difference(lambda: stage.step_alone(states[row]), lambda: stage.step(states)) or UNKNOWN
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Whether two results, errors among them, are equal bit for bit."""
-    if type(left) is not type(right):
-        return False
-    if hasattr(left, "untyped_storage"):  # a torch tensor
-        return bool(left.shape == right.shape and left.dtype == right.dtype and _bytes(left) == _bytes(right))
-    match left:
-        case Exception():
-            return str(left) == str(right)
-        case np.ndarray():
-            return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
-        case dict():
-            return left.keys() == right.keys() and all(map(_equal, left.values(), map(right.get, left)))
-        case tuple() | list():
-            return len(left) == len(right) and all(map(_equal, left, right))
-        case msgspec.Struct() if not isinstance(left, EncodedMedia):
-            return _equal(msgspec.structs.asdict(left), msgspec.structs.asdict(right))
-    return bool(left == right)
-
-
-def _bytes(tensor: Any) -> bytes:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
 @dataclass
@@ -383,10 +218,8 @@ class Batches:
         exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(compatible).bit_length() - 1))
         best = 0 if exact_key is None else self._exactness.largest(first.key, size)
         if best < size and exact_key is not None:
-            self._record_sharing(
-                first,
-                BatchInvarianceStats(variant_functions={size: self._exactness.find(first.key, size).variant_function}),
-            )
+            difference = self._exactness.find(first.key, size).difference
+            self._record_sharing(first, BatchInvarianceStats(differences={size: difference}))
             self.sizes.too_large(first.key, size)
 
         # A "batch" of one is compared as well if `step` and `step_alone` compute it in different ways.
@@ -473,8 +306,8 @@ class Batches:
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
         """Compute a step once more, together, and store whether the results differ.
 
-        `alone`: the results of the jobs alone. An error counts as a difference, but if memory runs out, only the batch
-        size is limited.
+        `alone`: the results of the jobs alone. An error counts as a difference. If memory runs out, only the batch size
+        is limited, and a failed device or rank changes nothing.
         """
         stage = batch[0].stage
         key = batch[0].key
@@ -483,17 +316,17 @@ class Batches:
         try:
             together = self._step(stage.step, states)
             self.sizes.measured(key, len(batch), time.monotonic() - began)
-            cause = self._ranks.variant_function(
-                first_difference(alone, together), partial(variant_function, stage, states)
-            )
+            difference = self._ranks.difference(first_difference(alone, together) is not None)
         except Exception as error:  # the tasks go on with their results alone
             if is_out_of_memory(error):
                 self._memory_ladder.recover(error)
                 self.sizes.too_large(key, len(batch))
                 return
-            cause = f"{type(error).__name__}: {error}"
+            if rule_of(error) in (DEVICE, CONNECTION):  # the machine failed, which shows nothing about the batch
+                return
+            difference = f"{type(error).__name__}: {error}"
         if self._exactness:
-            self._exactness.record(key, len(batch), cause)
+            self._exactness.record(key, len(batch), difference)
 
     def _outcome(self, job: Job, result: Any) -> list[tuple[Job, Any]]:
         """Return the job with its result; nothing if its step is computed again.

@@ -39,7 +39,7 @@ from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.gguf_model import open_files
 from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
-from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
 from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.ranks import Ranks
@@ -280,10 +280,11 @@ def _load_stages(
     component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
     libraries |= library(open_files(folder).quantization(name) for folder, name in component_folders)
     device = _device(load, bool(libraries))
-    numerics, spreads = (
-        numerics_of(load, device, libraries),
+    flags, spreads = (
+        _set_kernel_flags(load, device) if libraries else {},
         worker_parallelism(load.compute.parallel, load.choice.roles),
     )
+    numerics = numerics_of(load, device, libraries) | flags
     _check_agreement(group, numerics, wanted)
 
     stages: dict[str, Stage] = {}
@@ -363,6 +364,13 @@ def _device(load: messages.LoadModels, with_torch: bool) -> str:
         log.warning("no GPU can be used", torch=torch.__version__, reason=describe_devices()["problem"])
     chosen = devices[load.rank : load.rank + 1] or ["cpu"]
     return chosen[0].partition(":")[0] if load.ranks == 1 else chosen[0]
+
+
+def _set_kernel_flags(load: messages.LoadModels, device: str) -> dict[str, str]:
+    """Set the flags by which torch chooses kernels, and return them as numerics."""
+    from unfuse.parallel.kernel_flags import set_kernel_flags
+
+    return set_kernel_flags(device, tf32=load.compute.tf32)
 
 
 def numerics_of(load: messages.LoadModels, device: str, libraries: Collection[str]) -> dict[str, str]:

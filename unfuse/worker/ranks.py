@@ -9,6 +9,7 @@ from typing import Protocol
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.messages import RankTimes, TaskFailed
+from unfuse.worker.batch_invariance import DIFFERENT
 from unfuse.worker.compute_messages import StepPlan, TaskWaits
 
 #: The start of a task on one rank: the step at which it starts, or why it does not.
@@ -94,17 +95,15 @@ class Ranks:
         finally:
             self._stepped_s += time.monotonic() - began - self.exchange_s + exchange_s_before
 
-    def variant_function(self, differing_row: int | None, find_function: Callable[[int], str]) -> str:
-        """Return the function that makes a batch differ; "" if it differs on no rank.
+    def difference(self, is_different: bool) -> str:
+        """Return what differs in a batch on any rank; "" if nothing does.
 
-        `differing_row` is the first row that differs on this rank, or None. `find_function` returns the function that
-        makes a row differ. With several ranks it is not called, because all ranks would have to compute once more. The
-        result then names the rank.
+        `is_different`: whether results differ on this rank. With several ranks, the text names the first that differs.
         """
         if not self._others:
-            return "" if differing_row is None else find_function(differing_row)
-        flags = self._others.exchange(b"" if differing_row is None else b"!")
-        return f"a function of rank {flags.index(b'!')}" if any(flags) else ""
+            return DIFFERENT if is_different else ""
+        flags = self._others.exchange(b"!" if is_different else b"")
+        return f"{DIFFERENT} on rank {flags.index(b'!')}" if any(flags) else ""
 
 
 def _common(starts: Sequence[TaskStart]) -> TaskStart:

@@ -35,7 +35,8 @@ from unfuse.stages.base import EncodedMedia, Stage, StageOutput
 from unfuse.stores.results import ResultStore, fragment_name, fragment_prefix
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
-from unfuse.worker.batches import Batches, InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
+from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
 from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.encoder_thread import EncodedStep, EncoderThread

@@ -1,0 +1,132 @@
+"""What comparisons found about batch invariance: which batch sizes change the results of their requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from unfuse.core.plan import readable_pool
+from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
+
+log = structlog.get_logger(__name__)
+
+#: Number of comparisons without a difference after which a batch size is trusted and no longer compared each time.
+TRUSTED_AFTER = 3
+
+#: One of this many batches of a trusted size is compared again: a difference may be rare.
+RECHECK_ONE_IN = 512
+
+#: The difference of a batch whose results do not equal those of its requests alone.
+DIFFERENT = "results differ"
+
+#: What tasks must have in common to share a forward. The first element is the pool.
+Key = tuple[Hashable, ...]
+
+
+class InvarianceResult(msgspec.Struct, frozen=True):
+    """What comparisons of one batch size found (batch invariance)."""
+
+    #: Number of comparisons without a difference.
+    equal: int = 0
+
+    #: What differed: DIFFERENT, or the error of the shared forward. Empty if nothing did. Files of older versions have
+    #: the name of a function here, so the name of this field in the file has stayed.
+    difference: str = msgspec.field(default="", name="variant_function")
+
+    #: The pool whose batches were compared.
+    pool: str = ""
+
+    #: The batch size.
+    size: int = 0
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether requests may share a forward of this size."""
+        return self.equal >= TRUSTED_AFTER and not self.difference
+
+
+NOT_COMPARED = InvarianceResult()
+
+
+class InvarianceResults:
+    """The batch invariance results of one process, in a file shared with other processes.
+
+    A key begins with a pool, followed by the properties that tasks of one batch have in common. Results are valid for
+    one `scope`: the device, versions and settings under which they were found. Without a `file`, they end with the
+    process. A file that cannot be read or written only costs comparisons. `chance` returns a random number from 0 to 1.
+    """
+
+    def __init__(self, file: Path | None, scope: str = "", chance: Callable[[], float] = random.random) -> None:
+        self._file = file
+        self._scope = scope
+        self._chance = chance
+        self._verdicts = self._read()
+
+    def all(self) -> Sequence[InvarianceResult]:
+        """Return every result, of any scope."""
+        return [*self._verdicts.values()]
+
+    def find(self, key: Key, size: int) -> InvarianceResult:
+        """Return the result for batches of this size; NOT_COMPARED without one."""
+        return self._verdicts.get(self._name(key, size), NOT_COMPARED)
+
+    def must_compare(self, key: Key, size: int) -> bool:
+        """Whether the next batch of this size should be computed both ways.
+
+        A size that is known to differ is not compared again.
+        """
+        result = self.find(key, size)
+        return not result.difference and (not result.is_trusted or self._chance() * RECHECK_ONE_IN < 1)
+
+    def largest(self, key: Key, size: int) -> int:
+        """Return the largest of size, size/2, size/4, … not known to differ, or 0."""
+        while size and self.find(key, size).difference:
+            size //= 2
+        return size
+
+    def record(self, key: Key, size: int, difference: str) -> None:
+        """Store the result of a comparison.
+
+        `difference`: DIFFERENT, or the error of the shared forward; "" for equal results.
+        """
+        before = self.find(key, size)
+        after = InvarianceResult(before.equal + (not difference), difference, str(key[0]), size)
+
+        # The entry moves to the end, so that the first one is always the one that was compared longest ago.
+        self._verdicts.pop(self._name(key, size), None)
+        self._verdicts[self._name(key, size)] = after
+        if len(self._verdicts) > MAX_ENTRIES:  # clients choose image sizes, and so the number of keys
+            del self._verdicts[next(iter(self._verdicts))]
+
+        if difference:
+            fields = {"pool": readable_pool(str(key[0])), "key": str(key[1:]), "size": size}
+            log.warning("a batch of this size changes the results of its requests", **fields, because_of=difference)
+
+        # Only a change of trust is written, because each write replaces the whole file.
+        if after.is_trusted != before.is_trusted or difference:
+            self._write(self._name(key, size), after)
+
+    def _name(self, key: Key, size: int) -> str:
+        return f"{self._scope} {key!r} {size}".strip()
+
+    def _read(self) -> dict[str, InvarianceResult]:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, InvarianceResult]) if self._file else {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("the batch invariance results cannot be read", file=str(self._file), reason=str(error))
+            return {}
+
+    def _write(self, name: str, result: InvarianceResult) -> None:
+        """Add a result to the file. Results that other processes added meanwhile stay."""
+        if self._file is None:
+            return
+        try:
+            add_entry(self._file, self._read, name, result)
+        except OSError as error:
+            log.warning("the batch invariance results cannot be written", file=str(self._file), reason=str(error))
