@@ -1,0 +1,5 @@
+"""Imported by every Python process with this folder on its path."""
+
+from tests.pretend.process import install
+
+install()
