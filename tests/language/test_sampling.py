@@ -22,11 +22,13 @@ from unfuse.language import sampling
 from unfuse.language.sampling import (
     LOG2_E,
     UNIT_WEIGHT,
+    NextToken,
     SampledToken,
     SamplingParams,
     adjusted,
     banned,
     sample,
+    sample_all,
     weights,
 )
 from unfuse.stages.language import ending
@@ -314,3 +316,79 @@ def test_ignore_eos_has_no_effect_with_grammar() -> None:
     """Given ignore_eos, which has nothing to go on with behind the end of a grammar."""
     asked = {"stop": "[]", "ignore_eos": True}
     assert ending(asked, DerivedFacts()).ignore_eos and not ending(asked, DerivedFacts(grammar="x")).ignore_eos
+
+
+MIXED = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
+    SamplingParams(seed=2, logprobs=3),
+    SamplingParams(temperature=1.3, min_p=0.05, repetition_penalty=1.2, seed=3),
+    SamplingParams(temperature=0, logprobs=0, logit_bias={7: 30.0}),
+    SamplingParams(frequency_penalty=0.5, presence_penalty=-0.3, bad_words=((9, 4),), min_tokens=9, end_ids=(2,)),
+]
+
+
+def next_token(index: int, how: SamplingParams) -> NextToken:
+    return NextToken(logits(seed=index), how, 10 + index, PROMPT, MADE, None)
+
+
+def test_texts_sampled_together_get_their_own_tokens() -> None:
+    """Whatever is asked for each; also as rows of one computation, as on a GPU."""
+    texts = [next_token(index, how) for index, how in enumerate(MIXED)]
+    alone = [sample(text.logits, text.params, text.position, PROMPT, MADE) for text in texts]
+    assert sample_all(texts) == alone
+
+    for is_greedy in (True, False):
+        rows = [row for row, how in enumerate(MIXED) if (how.temperature == 0) is is_greedy]
+        together = sampling._numbers([scored for row in rows if (scored := scored_text(texts[row]))])
+        assert sampling._read(together) == [alone[row] for row in rows]
+
+
+def scored_text(text: NextToken) -> sampling._Scored:
+    scored = sampling._prepare(text)
+    assert isinstance(scored, sampling._Scored)
+    return scored
+
+
+def test_error_of_one_text_leaves_the_others_their_tokens() -> None:
+    good = next_token(0, MIXED[2])
+    broken = replace_logits(good, torch.full((500,), torch.nan))
+    refused = NextToken(good.logits, MIXED[0], 3, PROMPT, MADE, bytes(63))
+    first, second, third = sample_all([broken, good, refused])
+    assert isinstance(first, PermanentError)
+    assert "not finite" in str(first)
+    assert second == sample(good.logits, good.params, good.position, PROMPT, MADE)
+    assert isinstance(third, PermanentError)
+    assert "the grammar allows only tokens" in str(third)
+    assert sample_all([]) == []
+
+
+def replace_logits(text: NextToken, other: torch.Tensor) -> NextToken:
+    return NextToken(other, text.params, text.position, text.prompt_ids, text.output_ids, text.allowed)
+
+
+def test_all_results_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all texts: each read waits for a GPU."""
+    reads: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "cpu", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def read(tensor: torch.Tensor, *args: object, name: str = name, original: object = original) -> object:
+            reads.append(name)
+            return original(tensor, *args)  # type: ignore[operator]
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+    sample_all([next_token(index, how) for index, how in enumerate(MIXED) if how.top_p == 1])
+    assert reads == ["tolist"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 2**62)), min_size=1, max_size=4))
+def test_draw_is_scaled_as_by_whole_numbers_of_any_size(pairs: list[tuple[int, int]]) -> None:
+    chances, totals = zip(*pairs, strict=True)
+    scaled = sampling.scaled_chances(chances, torch.tensor(totals)[:, None])
+    assert scaled[:, 0].tolist() == [chance * total >> 64 for chance, total in pairs]
+
+
+@pytest.mark.parametrize("total", [1, 2**22, 2**44 - 1, 2**58, 2**62])
+def test_largest_draw_stays_below_the_total(total: int) -> None:
+    assert int(sampling.scaled_chances([2**64 - 1], torch.tensor([[total]]))) == (2**64 - 1) * total >> 64

@@ -277,8 +277,9 @@ class KvSequence:
         offset = 0
         for first, end in self.spans(start, start + keys.shape[1]):
             source = slice(offset, offset + end - first)
-            self._kv.keys[layer][:, first:end] = keys[:, source]
-            self._kv.values[layer][:, first:end] = values[:, source]
+            # The host does not wait for copies to a device: those from pageable memory are staged at once.
+            self._kv.keys[layer][:, first:end].copy_(keys[:, source], non_blocking=True)
+            self._kv.values[layer][:, first:end].copy_(values[:, source], non_blocking=True)
             offset += end - first
 
 

@@ -39,6 +39,11 @@ class HostCopy:
             host.copy_(tensor, non_blocking=True)
         self._copied = torch.get_device_module(device).current_stream(device).record_event()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the copies are complete, so that `read` does not wait."""
+        return self._copied is None or bool(self._copied.query())
+
     def read(self) -> list[Tensor]:
         """Return the copies. Waits until they are complete, but for nothing that was queued after them."""
         if self._copied is not None:

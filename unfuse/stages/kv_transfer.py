@@ -8,6 +8,7 @@ contiguous range. The object has two tensors, however long the prompt is.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +20,7 @@ from typing_extensions import override
 from unfuse.core.text import PREFILL_CHUNK_TOKENS
 from unfuse.language.paged_kv import KvSequence
 from unfuse.stages.base import OpenOutput, Tensors
+from unfuse.stages.device_copies import HostCopy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,11 +136,15 @@ class KvWriter:
     """A writer of a sequence's KV into an object while prefill computes it.
 
     Each unit is written once. Before `redirect`, nothing is written. Chunks before `first_chunk` are not written.
+    The copies from the device are queued during a forward, which does not wait for them. Those that are complete are
+    written at the next call.
     """
 
     def __init__(self, kv: KvSequence, layout: KvLayout, first_chunk: int = 0) -> None:
         self._kv, self._layout = kv, layout
-        self._done = first_chunk * layout.layers
+        #: The units that are written, and those whose copies are queued.
+        self._done = self._queued = first_chunk * layout.layers
+        self._copies: deque[tuple[int, HostCopy]] = deque()
         self._output: OpenOutput | None = None
 
     def redirect(self, output: OpenOutput) -> None:
@@ -161,18 +167,20 @@ class KvWriter:
     def layer(self, layer: int) -> None:
         """Write a layer's KV of the sequence's last chunk, if readers gain data by it.
 
-        Called when the layer is computed. After the last layer, everything is written.
+        Called when the layer is computed. After the step, everything is written.
         """
         if not self._output:
             return
         chunk, layers = (self._kv.length - 1) // PREFILL_CHUNK_TOKENS, self._layout.layers
         units = chunk * layers + layer + 1
-        if units > self._done and (layer + 1 == layers or self._output.completes_chunk(*self._end_of(units))):
-            self._write(units, self._output.tensors)
-            self._output.written(*self._end_of(units))
+        if units > self._queued and (layer + 1 == layers or self._output.completes_chunk(*self._end_of(units))):
+            self._queue(units)
+        self._write(self._output.tensors, waits=False)
 
     def stepped(self) -> None:
-        """Called after each step of the sequence."""
+        """Write all that is queued. Called after each step of the sequence."""
+        if self._output:
+            self._write(self._output.tensors)
 
     def prefix_block(self, number: int) -> Tensors:
         """Return the KV of a chunk as a prefix block.
@@ -187,25 +195,40 @@ class KvWriter:
         units = -(-self._layout.tokens // PREFILL_CHUNK_TOKENS) * self._layout.layers
         if self._output:
             # No step writes the units of cached prefix blocks that end the sequence.
-            if self._done < units:
-                self._write(units, self._output.tensors)
-                self._output.written(*self._end_of(units))
+            self._queue(units)
+            self._write(self._output.tensors)
             return {}
 
         tensors = self._allocate()
-        self._write(units, tensors)
+        self._queue(units)
+        self._write(tensors)
         return tensors
 
-    def _write(self, units: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the remaining units up to this number."""
-        for unit in range(self._done, units):
+    def _queue(self, units: int) -> None:
+        """Queue copies of the remaining units up to this number."""
+        if units <= self._queued:
+            return
+        kv: list[Tensor] = []
+        for unit in range(self._queued, units):
             chunk, layer = divmod(unit, self._layout.layers)
             start = chunk * PREFILL_CHUNK_TOKENS
-            keys, values = self._kv.read(layer, start, min(start + PREFILL_CHUNK_TOKENS, self._layout.tokens))
-            target = self._chunk(tensors, chunk)[layer]
-            target[:, 0].copy_(keys)
-            target[:, 1].copy_(values)
-        self._done = max(self._done, units)
+            kv += self._kv.read(layer, start, min(start + PREFILL_CHUNK_TOKENS, self._layout.tokens))
+        self._copies.append((units, HostCopy(*kv)))
+        self._queued = units
+
+    def _write(self, tensors: Mapping[str, Tensor], *, waits: bool = True) -> None:
+        """Write the copies that are complete, or with `waits` all, in order. An output announces them."""
+        while self._copies and (waits or self._copies[0][1].is_ready):
+            units, copy = self._copies.popleft()
+            kv = iter(copy.read())
+            for unit in range(self._done, units):
+                chunk, layer = divmod(unit, self._layout.layers)
+                target = self._chunk(tensors, chunk)[layer]
+                target[:, 0].copy_(next(kv))
+                target[:, 1].copy_(next(kv))
+            self._done = units
+            if self._output:
+                self._output.written(*self._end_of(units))
 
     def _allocate(self) -> dict[str, Tensor]:
         """Return new tensors for the object, with undefined contents."""

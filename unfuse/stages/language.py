@@ -27,7 +27,7 @@ from unfuse.core.vision import MediaItem
 from unfuse.language.detokenize import AnswerText, StopConditions
 from unfuse.language.grammars import ConstraintAfterReasoning, GrammarMatcher, Grammars
 from unfuse.language.paged_kv import KvSequence, NoKvBlocks
-from unfuse.language.sampling import SampledToken, SamplingParams, sample
+from unfuse.language.sampling import NextToken, SampledToken, SamplingParams, sample_all
 from unfuse.stages.base import (
     EncodedMedia,
     OpenOutput,
@@ -427,11 +427,7 @@ class Decode(PromptStage[DecodeState]):
         On several ranks, rank 0 samples for all.
         """
         group = self._group
-        sampled_tokens = (
-            [_sample_token(*state_and_logits) for state_and_logits in samplable]
-            if group is None or group.rank == 0
-            else []
-        )
+        sampled_tokens = _sample_tokens(samplable) if group is None or group.rank == 0 else []
         if group is None or not samplable:
             return sampled_tokens
 
@@ -536,17 +532,24 @@ def _is_last(state: DecodeState) -> bool:
     return len(state.answer) == state.words.max_tokens or state.ids[-1] in state.words.end_ids
 
 
-def _sample_token(state: DecodeState, logits: Tensor) -> Drawn:
-    """Sample a token from logits (vocabulary,); None if the allowed tokens are not known yet."""
+def _sample_tokens(samplable: Sequence[tuple[DecodeState, Tensor]]) -> list[Drawn]:
+    """Sample a token of each state from logits (vocabulary,); None if the allowed tokens are not known yet."""
+    inputs = [_sampling_input(state, logits) for state, logits in samplable]
+    tokens = iter(sample_all([text for text in inputs if isinstance(text, NextToken)]))
+    return [next(tokens) if isinstance(text, NextToken) else text for text in inputs]
+
+
+def _sampling_input(state: DecodeState, logits: Tensor) -> NextToken | PermanentError | None:
+    """Return what a state's next token is sampled from, or the error of its grammar; None if that is late."""
+    allowed = None
     try:
-        allowed = None
         if state.constraint:
             allowed = None if state.constraint.waits() else state.constraint.allowed(state.answer)
             if allowed is None:
                 return None
-        return sample(logits, state.sampling, len(state.ids), state.ids[: state.prompt], state.answer, allowed)
     except PermanentError as error:
         return error
+    return NextToken(logits, state.sampling, len(state.ids), state.ids[: state.prompt], state.answer, allowed)
 
 
 def sampling(params: Params) -> SamplingParams:

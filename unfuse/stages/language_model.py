@@ -16,6 +16,7 @@ from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.vision import MediaItem, TokenRun, VisionConfig
 from unfuse.language.paged_kv import KvSequence, PagedKvCache, Span, joined
 from unfuse.stages.base import Tensors
+from unfuse.stages.device_copies import to_device
 from unfuse.stages.refusal import refusal
 
 
@@ -226,9 +227,10 @@ class LanguageModel:
             positions += range(start, sequence.length)
             slots += (slot for span in sequence.spans(start) for slot in range(*span))
 
-        device = self._kv.keys[0].device
-        # One tensor for all three, so that there is one copy to the device.
-        packed_ids, rope_positions, slot_mapping = torch.tensor([ids, positions, slots], device=device)
+        last_rows = [part.rows.stop - 1 for part in model_parts]
+        # One tensor for all four, so that there is one copy to the device.
+        packed = to_device(torch.tensor([*ids, *positions, *slots, *last_rows]), self._kv.keys[0].device)
+        packed_ids, rope_positions, slot_mapping, last = packed.split([len(ids)] * 3 + [len(last_rows)])
 
         hidden_states = self._decoder(
             **(
@@ -240,8 +242,7 @@ class LanguageModel:
             paged=_Forward(self._kv, model_parts, slot_mapping, alone, on_layer),
         ).last_hidden_state
 
-        last_rows = [part.rows.stop - 1 for part in model_parts]
-        return [*self._head(hidden_states[0, last_rows]).float()]
+        return [*self._head(hidden_states[0, last]).float()]
 
     def _vision_inputs(
         self, ids: Tensor, positions: Tensor, vision_parts: list[tuple[slice, int, VisionInputs]]
@@ -255,7 +256,7 @@ class LanguageModel:
         visible: list[tuple[int, VisionRows]] = []
         for rows, start, vision_inputs in vision_parts:
             stop = start + rows.stop - rows.start
-            rope_positions[:, 0, rows] = vision_inputs.positions(start, stop).to(rope_positions)
+            rope_positions[:, 0, rows] = to_device(vision_inputs.positions(start, stop), ids.device, positions.dtype)
             if vision_rows := vision_inputs.visible_rows(start, stop):
                 visible.append((rows.start, vision_rows))
 
@@ -263,14 +264,16 @@ class LanguageModel:
             return {"input_ids": ids[None], "position_ids": rope_positions}
 
         embeddings = self._decoder.get_input_embeddings()(ids)
-        visible_rows = torch.cat([first_row + vision_rows.rows for first_row, vision_rows in visible]).to(ids.device)
-        embeddings[visible_rows] = torch.cat([vision_rows.embeddings for _, vision_rows in visible]).to(embeddings)
+        rows_on_host = torch.cat([first_row + vision_rows.rows for first_row, vision_rows in visible])
+        visible_rows = to_device(rows_on_host, ids.device)
+        features = torch.cat([vision_rows.embeddings for _, vision_rows in visible])
+        embeddings[visible_rows] = to_device(features, ids.device, embeddings.dtype)
 
         inputs = {"inputs_embeds": embeddings[None], "position_ids": rope_positions}
         if deep := [*zip(*(vision_rows.deep for _, vision_rows in visible), strict=True)]:
             mask = torch.zeros_like(ids, dtype=torch.bool)
             mask[visible_rows] = True
-            deepstack = [torch.cat(layer).to(embeddings) for layer in deep]
+            deepstack = [to_device(torch.cat(layer), ids.device, embeddings.dtype) for layer in deep]
             inputs |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": deepstack}
         return inputs
 
