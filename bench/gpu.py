@@ -49,8 +49,9 @@ from bench.report import show
 from bench.steps import independence
 from tools import tiny
 from unfuse.arena.arena import Arena
-from unfuse.core.compute_options import ComputeOptions, Offload
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import UnfuseError
+from unfuse.core.offload_options import Offload
 from unfuse.planning.machine import inspect_machine
 from unfuse.weights.folder import INDEX
 

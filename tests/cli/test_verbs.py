@@ -550,15 +550,19 @@ def test_serve_worker_and_doctor_accept_every_compute_option(unfuse: Run, verb: 
 
 
 def test_invalid_choice_exits_2_and_lists_the_choices(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, err = unfuse("serve", "--offload", "sometimes")
+    code, out, err = unfuse("serve", "--vae", "sometimes")
     assert (code, out) == (2, "")
-    assert "'none', 'model', 'sequential'" in err
-    monkeypatch.setenv("UNFUSE_COMPUTE__OFFLOAD", "sometimes")
+    assert "'whole', 'sliced', 'tiled'" in err
+    monkeypatch.setenv("UNFUSE_COMPUTE__VAE", "sometimes")
     code, _, err = unfuse("serve")
     assert code == 2
-    assert (
-        "compute.offload 'sometimes' (from environment UNFUSE_COMPUTE__OFFLOAD): one of none, model, sequential" in err
-    )
+    assert "compute.vae 'sometimes' (from environment UNFUSE_COMPUTE__VAE): one of whole, sliced, tiled" in err
+
+
+def test_invalid_offload_exits_2_and_lists_the_choices(unfuse: Run) -> None:
+    code, out, err = unfuse("serve", "--offload", "sometimes")
+    assert (code, out) == (2, "")
+    assert "--offload sometimes: 'sometimes' is not one of none, model, sequential, or COMPONENT=one of these" in err
 
 
 @pytest.mark.slow

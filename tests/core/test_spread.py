@@ -190,11 +190,14 @@ def test_layers_degree_is_limited_by_the_model_with_fewest_blocks() -> None:
 
 @pytest.mark.parametrize("how", ["shard:2", "layers:2", "tensor:2"])
 def test_divided_weights_cannot_be_combined_with_offload(how: str) -> None:
-    refuse({"denoiser": ParallelDegrees.parse("ulysses:2")}, [DENOISE], "model")
+    stage = replace(DENOISE, components=("transformer", "scheduler"))
+    refuse({"denoiser": ParallelDegrees.parse("ulysses:2")}, [stage], "model")
+    refuse({"denoiser": ParallelDegrees.parse(how)}, [stage], "model,transformer=none,scheduler=none")
+    refuse({"denoiser": ParallelDegrees.parse(how)}, [stage], "vae=model")
     with pytest.raises(
         ConfigError, match=f"denoiser={how} cannot be combined with --offload model: leave one of them out"
     ):
-        refuse({"denoiser": ParallelDegrees.parse(how)}, [DENOISE], "model")
+        refuse({"denoiser": ParallelDegrees.parse(how)}, [stage], "model")
 
 
 HEADS_40 = {"ulysses": 40, "ring": 0, "cfg": 2, "tensor": 40, "layers": 40, "shard": 0}

@@ -11,6 +11,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.planning.placement import (
     CONTEXT,
     CPU,
+    KV_CACHE,
     LAYER,
     PROCESS,
     ComponentMemory,
@@ -42,7 +43,7 @@ def gpus(*free: float) -> tuple[Device, ...]:
 
 def wanted(place: str = "", device: str = "auto", offload: str = "none", arena: int = 0, **counts: int) -> WorkerPlan:
     roles = {role: counts.get(role, 1) for role in ROLES} if counts else None
-    compute = ComputeOptions(device=device, offload=offload)  # type: ignore[arg-type]
+    compute = ComputeOptions(device=device, offload=offload)
     return WorkerPlan(
         roles,
         parse_place(place),
@@ -144,6 +145,36 @@ def test_sequential_offload_needs_one_layer_or_a_full_vae_per_worker() -> None:
     want = wanted(offload="sequential")
     placed = place_workers({**NEEDS, "decoder": (big_vae,)}, want, gpus(9))
     assert [worker.device_bytes(want)["cuda:0"] - CONTEXT for worker in placed] == [LAYER, LAYER, 3 * GIB]
+
+
+def test_offload_of_single_components_leaves_the_others_on_the_gpu() -> None:
+    want = wanted(offload="text_encoder=model,vae=model", arena=GIB)
+    (worker,) = place_workers(NEEDS, want, gpus(40))
+    assert (worker.role, worker.parts) == ("all", (T5, CLIP, TRANSFORMER, VAE))
+    assert worker.device_bytes(want) == {
+        "cuda:0": (24 + 1 + 10) * GIB + CONTEXT,
+        CPU: 10 * GIB + GIB // 2 + PROCESS + GIB,
+    }
+    assert seats(place_workers(NEEDS, wanted(offload="transformer=sequential"), gpus(40))) == [
+        (role, "cuda:0") for role in ROLES
+    ]
+    assert "needs a GPU" in refusal(NEEDS, wanted(offload="vae=model"), (HOST,))
+    assert place_workers(NEEDS, wanted(offload="none,vae=none"), (HOST,))
+
+
+def test_kv_cache_and_fixed_components_stay_on_the_gpu_with_offload() -> None:
+    kv, fixed = ComponentMemory(KV_CACHE, "bfloat16", 3 * GIB), replace(T5, component="checker", can_offload=False)
+    want = wanted(offload="model")
+    (worker,) = place_workers({"prefill": (TRANSFORMER, kv, fixed)}, replace(want, counts={"prefill": 1}), gpus(40))
+    assert worker.device_bytes(want) == {"cuda:0": (24 + 3 + 10) * GIB + CONTEXT, CPU: 24 * GIB + PROCESS}
+
+
+def test_advised_offload_leaves_out_components_that_cannot_be_offloaded() -> None:
+    needs = {**NEEDS, "denoiser": (replace(TRANSFORMER, can_offload=False),)}
+    advised = "--offload model,transformer=none"
+    assert f"it would fit with {advised}, or with" in refusal(needs, wanted(), gpus(35.2))
+    (worker,) = place_workers(needs, wanted(offload="model,transformer=none"), gpus(35.2))
+    assert worker.device_bytes(wanted(offload="model,transformer=none"))["cuda:0"] == 34 * GIB + CONTEXT
 
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])
@@ -391,7 +422,7 @@ def test_placement_fits_memory_and_follows_counts_and_places(
     offload: str,
 ) -> None:
     devices = tuple(map(Device, [CPU, "cuda:0", "cuda:1"], free))
-    compute = ComputeOptions(offload=offload)  # type: ignore[arg-type]
+    compute = ComputeOptions(offload=offload)
     want = WorkerPlan(counts, named, compute, GIB, first=frozenset({"denoiser"}))
     assume(any(counts.values()))
     try:

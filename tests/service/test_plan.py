@@ -272,6 +272,15 @@ def test_language_worker_is_planned_with_weights_and_kv_cache_once(tmp_path: Pat
     assert (worker.role, [part.bytes for part in worker.parts]) == ("language", [4000, full // 2])
 
 
+def test_offload_of_an_unknown_component_is_refused_with_the_known_ones() -> None:
+    known = "scheduler, text_encoder, tokenizer, transformer, vae"
+    with pytest.raises(ConfigError, match=f"--offload model,unet=none: unknown component 'unet'; known are {known}"):
+        read_models([SHAPES], "", WorkerPlan(compute=ComputeOptions(offload="model,unet=none")), HOST)
+    assert (
+        look(wanted())[0] == read_models([SHAPES], "", WorkerPlan(compute=ComputeOptions(offload="vae=model")), HOST)[0]
+    ), "nothing else depends on it, neither dtypes nor names of pools"
+
+
 def test_component_loaded_by_several_stages_is_reported_as_repeated() -> None:
     both, once = (PlacedWorker("all", CPU, parts) for parts in ((VAE, TEXT, VAE), (VAE,)))
     assert ServingPlan((), {}, WorkerPlan(), HOST, (once, both)).repeats() == {"vae": 2}

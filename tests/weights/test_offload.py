@@ -14,8 +14,9 @@ from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from transformers import LlamaConfig, LlamaForCausalLM, UMT5EncoderModel
 
 from tools.tiny import adapter
-from unfuse.core.compute_options import ComputeOptions, Offload
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
+from unfuse.core.offload_options import Offload
 from unfuse.core.plan import Params
 from unfuse.models import resolve_source
 from unfuse.models.base import Loader, RuntimeOptions

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.errors import ConfigError, UsageError
+from unfuse.core.offload_options import offloads_any
 from unfuse.core.plan import ROLE_GROUPS, StageSpec
 
 PARALLEL_KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
@@ -213,11 +214,13 @@ def refuse(spreads: Mapping[str, ParallelDegrees], stages: Iterable[StageSpec], 
     """Raise ConfigError if these stages do not support these degrees.
 
     The message names the supported degrees.
-    A role that no stage has is refused too, and so are split weights together with offload.
+    A role that no stage has is refused too, and so are split weights of components that are offloaded.
     """
     stages = list(stages)
     for role, spread in spreads.items():
-        if offload != "none" and any(kind in spread.degrees for kind in WEIGHT_SPLITTING_KINDS):
+        components = {name for stage in stages if stage.role == role for name in stage.components}
+        splits = any(kind in spread.degrees for kind in WEIGHT_SPLITTING_KINDS)
+        if splits and offloads_any(offload, components):
             raise UsageError(
                 f"--parallel {role}={spread} cannot be combined with --offload {offload}: leave one of them out"
             )
@@ -291,7 +294,6 @@ def _degree_options(size: int) -> Iterator[Mapping[str, int]]:
 Batching = Literal["auto", "exact", "batched"]
 Loop = Literal["normal", "overlapped"]
 MaxLoadedModels = Literal["1", "all"]
-Offload = Literal["none", "model", "sequential"]
 
 DEFAULT_MAX_BATCH = 8  # the most tasks in one forward by default
 
@@ -360,10 +362,11 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 0
     offload: Annotated[
-        Offload,
+        str,
         Meta(
             description="What is stored in pinned host memory while it is not used: nothing (none), whole components "
-            "(model), or each layer (sequential)."
+            "(model), or each layer (sequential). For all components, or by component "
+            "(text_encoder=model,vae=model)."
         ),
     ] = "none"
     batching: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +22,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.modalities import MediaLimits
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import DTYPES as WIDTHS
+from unfuse.core.offload_options import Offload, offload_of
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.declared import call_defaults
 from unfuse.models.defaults import ServingConfig, read_serving
@@ -119,6 +120,10 @@ class Family(ABC):
         Must not import torch, directly or indirectly: gateway, scheduler and a worker's parent call it. Equal folders
         and dtypes must give equal specs on every machine. Raises ConfigError if the model is not supported.
         """
+
+    def not_offloaded(self, folder: ModelFolder) -> Collection[str]:
+        """Return the components that stay on the device whatever `--offload` says."""
+        return ()
 
     @abstractmethod
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
@@ -333,7 +338,7 @@ class DiffusersFamily(Family):
         runtime = loader.runtime
         if not runtime.loras or not self.takes_lora or loader.folder.quantization(self.adapts):
             return None
-        if runtime.options.offload == "sequential":
+        if offload_of(runtime.options.offload, self.adapts) == "sequential":
             raise ConfigError("--loras cannot be combined with --offload sequential: use --offload model")
         pipeline = partial(getattr, import_module("diffusers"), self.source[1])
         files = AdapterFolder(runtime.loras, runtime.adapter_folder)
@@ -406,10 +411,11 @@ class Loader:
         library, name = self._classes[component]
         files, dtype = self.folder.weights(component), runtime.dtypes[component]
         quantized = self.folder.quantization(component)
-        check(component, quantized, files, dtype, self.device.type, runtime.options.offload)
+        offload = offload_of(runtime.options.offload, component)
+        check(component, quantized, files, dtype, self.device.type, offload)
 
         load = partial(self._load_checked, component, select_part)
-        offloads = runtime.options.offload != "none"
+        offloads = offload != "none"
         converts = (
             not isinstance(self.folder, GgufModel) and not quantized and not self.folder.stores_dtype(component, dtype)
         )
@@ -427,7 +433,7 @@ class Loader:
 
             parallelize(model, plan, runtime.mesh)
         mapped.copy_out(resident_tensors(model))
-        model = self._place(model)
+        model = self._place(model, offload)
         self._report_load(component, start, sum(map(packed_bytes, resident_tensors(model))))
         return model
 
@@ -514,9 +520,8 @@ class Loader:
         self._report_load(component, start, self.folder.size(component))
         return loaded
 
-    def _place(self, model: Any) -> Any:
+    def _place(self, model: Any, offload: Offload) -> Any:
         """Return the model on the device, or offloaded until it runs there."""
-        offload = self.runtime.options.offload
         if offload == "none":
             return move_to(model, self.device)
         if self.device.type == "cpu":

@@ -11,7 +11,7 @@ import copy
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from math import lcm
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError
 from unfuse.core.modalities import IMAGE_UPLOADS, LAST_FRAME, UPLOAD, MediaLimits
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
+from unfuse.core.offload_options import offload_of
 from unfuse.core.plan import Params, Pipeline, StageSpec, Value
 from unfuse.models.base import READ_ERRORS, Family, Loader, Report, RuntimeOptions, weights_ids
 from unfuse.models.declared import VIDEO, DeclaredPipeline, declared_pipeline, frame_rate, has_pipelines
@@ -153,6 +154,10 @@ class UndividedFamily(Family):
         )
 
     @override
+    def not_offloaded(self, folder: ModelFolder) -> Collection[str]:
+        return _declared(folder).not_offloaded
+
+    @override
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         from unfuse.stages.undivided import UndividedStage
         from unfuse.weights.adapters import AdapterFolder, LoadedPipelineAdapters
@@ -168,6 +173,8 @@ class UndividedFamily(Family):
 
         loras = None
         if runtime.loras and declaration.loras and not any(map(model.quantization, loader.folder.components())):
+            if any(offload_of(runtime.options.offload, name) == "sequential" for name in loader.folder.components()):
+                raise ConfigError("--loras cannot be combined with --offload sequential: use --offload model")
             max_loras = runtime.options.max_loras
             files = AdapterFolder(runtime.loras, runtime.adapter_folder)
             loras = LoadedPipelineAdapters(files, pipeline, lambda: pipeline, loader.device, max_loras)

@@ -41,10 +41,10 @@ def is_present(name: str) -> str:
 
 
 def set_current(device: str | torch.device) -> None:
-    """Make a device the current one of this thread, on which torch makes streams and contexts.
+    """Make a device the current one of this thread.
 
-    Every new thread starts with the first device, and would take memory there. CPUs and kinds of devices without
-    numbers have no current device.
+    Streams and contexts are made on the current device. Every new thread starts with the first device, and would take
+    memory there. CPUs and kinds of devices without numbers have no current device.
     """
     device = torch.device(device)
     if device.type == "cpu" or device.index is None:

@@ -15,7 +15,6 @@ from unfuse.core.compute_options import (
     WEIGHT_SPLITTING_KINDS,
     ComputeOptions,
     MaxLoadedModels,
-    Offload,
     ParallelDegrees,
     joined_by,
     parse_parallel,
@@ -24,6 +23,7 @@ from unfuse.core.compute_options import (
     worker_parallelism,
 )
 from unfuse.core.errors import ConfigError, UsageError
+from unfuse.core.offload_options import Offload, offload_of
 from unfuse.core.plan import ALL_STAGES, roles_of
 
 CPU = "cpu"
@@ -35,6 +35,8 @@ SPLIT = "split"
 #: The value of `--workers` for no worker.
 NONE = "none"
 
+#: The component of a language model that is no part of its weights, and always on the device.
+KV_CACHE = "keys and values"
 CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
 PROCESS = 288 << 20  # host memory that a worker needs for libraries, in addition to its weights and its arena
 NO_DEVICE = "there is no device"  # the beginning of the error for a device that the machine does not have
@@ -64,6 +66,8 @@ class ComponentMemory(msgspec.Struct, frozen=True):
     shared_by_stages: bool = False
     #: Whether each rank has another part of it. Otherwise the ranks of a worker share one copy in host memory.
     differs_by_rank: bool = False
+    #: Whether its weights can be in host memory while they are not used.
+    can_offload: bool = True
 
     def stored_as(self, dtype: str) -> ComponentMemory:
         """Return the component in float32 or bfloat16; unchanged if it cannot have that dtype.
@@ -82,6 +86,10 @@ class ComponentMemory(msgspec.Struct, frozen=True):
         absent_bytes = self.tensor_parallel_bytes - -(-self.tensor_parallel_bytes // spread.degrees.get("tensor", 1))
         rank_bytes = -(-(self.bytes - absent_bytes) // spread.parts)
         return replace(self, bytes=rank_bytes, mapped=False, differs_by_rank=True) if rank_bytes < self.bytes else self
+
+    def offload(self, text: str) -> Offload:
+        """Return how it is offloaded with this value of `--offload`."""
+        return offload_of(text, self.component) if self.can_offload and self.component != KV_CACHE else "none"
 
     def resident(self, offload: Offload) -> int:
         """Return the most bytes of it on a GPU at one time, with this offload.
@@ -173,19 +181,19 @@ class PlacedWorker(msgspec.Struct, frozen=True):
     def device_bytes(self, plan: WorkerPlan) -> Counter[str]:
         """Return the bytes that it needs on each device, without activations."""
         ranks = len(self.devices)
-        weights = sum(part.bytes for part in self.parts)
         host = ranks * PROCESS + plan.arena
         if self.on_cpu:
             return Counter(
                 {CPU: host + sum(part.bytes * (ranks if part.differs_by_rank else 1) for part in self.parts)}
             )
 
-        offload = plan.compute.offload
-        if offload == "none":
-            return Counter(dict.fromkeys(self.devices, CONTEXT + weights) | {CPU: host})
         # weights that are not in use are in pinned host memory
-        resident = max((part.resident(offload) for part in self.parts), default=0)
-        return Counter(dict.fromkeys(self.devices, CONTEXT + resident) | {CPU: host + weights})
+        offloads = [part.offload(plan.compute.offload) for part in self.parts]
+        moved = [(part, how) for part, how in zip(self.parts, offloads, strict=True) if how != "none"]
+        offloaded = sum(part.bytes for part, _ in moved)
+        steady = sum(part.bytes for part in self.parts) - offloaded
+        resident = max((part.resident(how) for part, how in moved), default=0)
+        return Counter(dict.fromkeys(self.devices, CONTEXT + steady + resident) | {CPU: host + offloaded})
 
 
 def parse_place(text: str) -> dict[str, tuple[str, ...]]:
@@ -254,8 +262,8 @@ def place_workers(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> 
 
     A role with named devices has at least one worker on each, and more workers go to them in turn. All others go to the
     device with most free memory, those of `WorkerPlan.first` before the rest. Workers that load one model at a time
-    (model swapping) go to all devices in turn. With `--offload model`, roles that would share a GPU become one worker
-    of all roles, so that one component at a time is on the GPU.
+    (model swapping) go to all devices in turn. With `--offload model`, also of single components, roles that would
+    share a GPU become one worker of all roles, so that one component at a time is on the GPU.
 
     Raises ConfigError for an unknown device, and if the workers do not fit: the message has the sums, the free memory,
     and what would help.
@@ -265,7 +273,8 @@ def place_workers(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> 
     if plan.max_loaded_models == "1":
         needs = _largest_model(needs)
     placed = _assign_devices(needs, plan, devices)
-    if plan.compute.offload != "none" and all(worker.on_cpu for worker in placed):
+    offloads = any(part.offload(plan.compute.offload) != "none" for worker in placed for part in worker.parts)
+    if offloads and all(worker.on_cpu for worker in placed):
         raise ConfigError(f"--offload {plan.compute.offload} needs a GPU: on a CPU weights are in host memory anyway")
     if full_devices := _full_devices(placed, plan, devices):
         raise ConfigError(_refusal(full_devices, placed, needs, plan, devices))
@@ -371,10 +380,14 @@ def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) ->
 def _join_offloaded(placed: list[PlacedWorker], needs: Needs, plan: WorkerPlan) -> tuple[PlacedWorker, ...]:
     """With `--offload model`, replace the workers of all roles on one GPU by one."""
     gpus = dict.fromkeys(worker.device for worker in placed if not worker.on_cpu)
-    for gpu in gpus if plan.compute.offload == "model" else ():
+    for gpu in gpus:
         parts_here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
-        if parts_here.keys() == needs.keys() and len(parts_here) > 1:
-            joined = PlacedWorker(ALL_STAGES, gpu, tuple(part for parts in parts_here.values() for part in parts))
+        takes_turns = any(
+            part.offload(plan.compute.offload) == "model" for parts in parts_here.values() for part in parts
+        )
+        if takes_turns and parts_here.keys() == needs.keys() and len(parts_here) > 1:
+            parts = parts_of(ALL_STAGES, needs, parse_parallel(plan.compute.parallel))
+            joined = PlacedWorker(ALL_STAGES, gpu, parts)
             placed = [*(worker for worker in placed if worker.device != gpu), joined]
     return tuple(placed)
 
@@ -451,8 +464,10 @@ def _remedies(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> Iter
         yield f"--parallel {text}", needs, replace(plan, compute=replace(plan.compute, parallel=text))
 
     offloads: tuple[Offload, ...] = ("model", "sequential") if gpu_roles and not split_roles else ()
+    fixed = sorted({part.component for parts in needs.values() for part in parts if not part.can_offload})
     for offload in offloads:
-        yield f"--offload {offload}", needs, replace(plan, compute=replace(plan.compute, offload=offload))
+        text = ",".join([offload, *(f"{component}=none" for component in fixed)])
+        yield f"--offload {text}", needs, replace(plan, compute=replace(plan.compute, offload=text))
 
     for role in gpu_roles:
         roles = roles_of(role)

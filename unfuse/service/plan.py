@@ -18,6 +18,7 @@ from unfuse.core.compute_options import SHARD, parse_parallel, refuse, smaller_l
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import DTYPES
+from unfuse.core.offload_options import check_offload, parse_offload
 from unfuse.core.plan import ALL_STAGES, Pipeline, StageSpec, roles_of
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.base import WorkerSpec
@@ -28,6 +29,7 @@ from unfuse.planning.layout import HostResources, LayoutSearch, search_layouts
 from unfuse.planning.machine import CONTROL_GROUP, usable_cpus
 from unfuse.planning.placement import (
     AUTO,
+    KV_CACHE,
     ComponentMemory,
     Device,
     PlacedWorker,
@@ -75,6 +77,9 @@ class PlannedComponent(msgspec.Struct, frozen=True):
 
     #: The part of `memory` that tensor parallel ranks can divide among each other, in bytes.
     tensor_parallel_bytes: int = 0
+
+    #: Whether its weights can be in host memory while they are not used (`--offload`).
+    can_offload: bool = True
 
 
 class PlannedModel(msgspec.Struct, frozen=True):
@@ -165,6 +170,7 @@ def worker_plan(settings: Settings) -> WorkerPlan:
     parallel = settings.compute.parallel
     max_loaded_models = settings.worker.max_loaded_models
     devices = parse_place(settings.serve.place)
+    parse_offload(settings.compute.offload)  # raises UsageError
     is_automatic = workers == AUTO and not (devices or parallel)
     counts = None if workers == AUTO else parse_workers(workers)
     has_all_stages = is_automatic or (counts is not None and not counts.keys() - {ALL_STAGES})
@@ -270,7 +276,7 @@ def read_models(
     """Read the models' metadata, with the dtypes that the wanted workers would load.
 
     The parameters are those of `plan_models`.
-    Raises ConfigError, also for a `--dtype` with a component that no model has.
+    Raises ConfigError, also for a `--dtype` or `--offload` with a component that no model has.
     """
     dtype_spec = wanted.compute.dtype
     source_by_name = names if isinstance(names, Mapping) else {name: name for name in names}
@@ -280,7 +286,9 @@ def read_models(
     }
     specs = {name: read_model_spec(name, folder) for name, folder in folders.items()}
     # Raises for an unknown component. It is checked against all models, since each may have only some components.
-    choose_dtypes(dtype_spec, sorted({component for model_spec in specs.values() for component in model_spec.dtypes}))
+    components = sorted({component for model_spec in specs.values() for component in model_spec.dtypes})
+    choose_dtypes(dtype_spec, components)
+    check_offload(wanted.compute.offload, components)
 
     roles = dict.fromkeys(stage.role for model_spec in specs.values() for stage in model_spec.pipeline.stages)
     gpu_workers = [
@@ -295,9 +303,9 @@ def read_models(
         dtypes = explicit_dtypes(specs[name], dtype_spec, gpu_roles)
         files = open_files(folder)
         model_dtypes = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
-        components = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
+        planned = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
         # The spec is read again, since the dtypes are part of the names of pools.
-        models.append(PlannedModel(read_model_spec(name, folder, model_dtypes), folder, model_dtypes, components))
+        models.append(PlannedModel(read_model_spec(name, folder, model_dtypes), folder, model_dtypes, planned))
     return tuple(models)
 
 
@@ -319,7 +327,10 @@ def _component(files: ModelFolder, name: str, dtype: str) -> PlannedComponent:
             count * max(dtype_bytes - file_dtype_bytes.get(stored, dtype_bytes), 0)
             for stored, count in tensors.values()
         )
-    return PlannedComponent(name, kind, parameters, files.size(name), dtype, memory, mapped, sharded * dtype_bytes)
+    family = find(files.path)
+    can_offload = not files.quantization(name) and name not in family.not_offloaded(files)
+    sizes = parameters, files.size(name), dtype, memory
+    return PlannedComponent(name, kind, *sizes, mapped, sharded * dtype_bytes, can_offload)
 
 
 def explicit_dtypes(model_spec: ModelSpec, dtype_spec: str, gpu_roles: Collection[str]) -> dict[str, str]:
@@ -366,6 +377,7 @@ def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[Compon
                 component.mapped,
                 component.tensor_parallel_bytes,
                 shared_by_stages=has_one_model or component.name == "vae",
+                can_offload=component.can_offload,
             )
             for component in components
             if component.memory
@@ -381,9 +393,7 @@ def _kv_cache(stage: StageSpec, model: PlannedModel, users: tuple[str, ...]) -> 
             producer = model.spec.pipeline.producers()[name]
             size = producer.output_size.bytes({"prompt_tokens": int(model.spec.limits["max_tokens"])})
             dtype = model.components[stage.components[0]].dtype
-            yield ComponentMemory(
-                "keys and values", dtype, size, users, tensor_parallel_bytes=size, shared_by_stages=True
-            )
+            yield ComponentMemory(KV_CACHE, dtype, size, users, tensor_parallel_bytes=size, shared_by_stages=True)
 
 
 #: The file in the data folder with measured stage costs.

@@ -12,7 +12,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers.hooks import apply_group_offloading
 
-from unfuse.core.compute_options import Offload
+from unfuse.core.offload_options import Offload
 from unfuse.parallel.devices import EXCHANGES
 
 

@@ -168,7 +168,9 @@ def check(component: str, config: object, files: Iterable[Path], dtype: str, dev
     if not config:
         return
     if offload != "none":
-        raise ConfigError(f"{component} is quantized by torchao, which does not support --offload: leave it out")
+        raise ConfigError(
+            f"{component} is quantized by torchao, which does not support --offload: add {component}=none to its value"
+        )
     if device == "cpu" and (needs := sorted(ON_GPUS.intersection(_types(config)))):
         served = ", ".join(sorted(ANYWHERE))
         raise ConfigError(f"{component} is quantized by torchao's {needs[0]}, which needs a GPU: on a CPU use {served}")

@@ -23,6 +23,7 @@ from unfuse.core.compute_options import (
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Registered, StorageLocations
 from unfuse.core.model_spec import ModelSpec, is_path, name_of
+from unfuse.core.offload_options import check_offload
 from unfuse.core.plan import StageSelector, StageSpec, pool_with_numerics, readable_pool, roles_of, slots_of
 from unfuse.models import fetch
 from unfuse.stores import BACKENDS, BLOB_STORES
@@ -183,6 +184,7 @@ def decide_served(registered: Registered, options: WorkerOptions, choice: StageS
     stages = [stage for spec in specs for stage in spec.pipeline.stages if choice.selects(stage)]
     device, parallel = choose_ranks(compute.device, compute.parallel, options.gpus, stages)
     spreads = worker_parallelism(parallel, choice.roles)
+    check_offload(compute.offload, sorted({component for spec in specs for component in spec.dtypes}))
     refuse(spreads, [stage for spec in specs for stage in spec.pipeline.stages], compute.offload)
     require_result_store(stages, registered.storage)
     # One slot more than a batch: the next task arrives and loads its inputs while the batch is full.
