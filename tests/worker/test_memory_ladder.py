@@ -12,10 +12,10 @@ import torch
 
 from tests.core.test_retries import OUT_OF_MEMORY
 from tests.worker.test_step_loop import Bench, Count, grown
+from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import OutOfMemory
 from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.stages.base import StageInput
-from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.memory_ladder import MemoryLadder, clear_frames, size_of
 from unfuse.worker.step_loop import StepLoop
 

@@ -17,12 +17,12 @@ from hypothesis import given, settings, strategies as st
 
 from tests.worker.test_ranks import Group, group
 from tests.worker.test_step_loop import Bench, Large
+from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import PermanentError
 from unfuse.core.messages import StepProgress, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import OutputDeltas
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage
 from unfuse.worker.batch_invariance import InvarianceResults
-from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.compute_messages import CancelTask, FromCompute
 from unfuse.worker.step_loop import StepLoop
 

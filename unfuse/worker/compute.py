@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.protocol import peer_of
 from unfuse.core.codec import decode, encode
+from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.compute_options import worker_parallelism
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.model_spec import ModelSpec
@@ -41,7 +42,6 @@ from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
-from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
 from unfuse.worker.step_loop import StepLoop

@@ -17,11 +17,11 @@ from typing import TypeVar
 import structlog
 
 from unfuse.arena.limits import readable_bytes
+from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import OutOfMemory
 from unfuse.core.plan import Params
 from unfuse.core.retries import is_out_of_memory
 from unfuse.core.task import Task
-from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.compute_messages import ROOMIER, about
 from unfuse.worker.job import Job
 

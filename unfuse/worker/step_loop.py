@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
+from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import ResultsUnavailable
 from unfuse.core.messages import (
     CachePrefix,
@@ -38,7 +39,6 @@ from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
-from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.encoder_thread import EncodedStep, EncoderThread
 from unfuse.worker.job import (
     Job,
