@@ -18,8 +18,10 @@ from unfuse.core.messages import StepProgress, TaskCompleted, TaskFailed, TaskSt
 from unfuse.core.task import Claim
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import fragment_name
+from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.compute_messages import CancelTask
 from unfuse.worker.encoder_thread import MAX_UNENCODED
+from unfuse.worker.step_loop import StepLoop
 
 __all__ = ["group"]
 WAIT_S = 60.0
@@ -210,3 +212,15 @@ def test_task_whose_encoding_fails_ends_on_all_ranks(group: Callable[..., Group]
     assert isinstance(ranks.outcome(ranks.begin(steps=3)), TaskCompleted)
     ranks.until(lambda: not any(loop._jobs for loop in ranks.loops), "both ranks to end the tasks")
     assert all(film.released for stage in stages for film in stage.films)
+
+
+def test_encoder_thread_selects_the_device_before_it_waits_for_pixels(tmp_path: Path) -> None:
+    selecting = list[str]()
+    draw = Draw()
+    bench = Bench(tmp_path, {"print": draw}, 1)
+    device = ComputeDevice()
+    device.select = lambda: selecting.append(threading.current_thread().name)  # type: ignore[method-assign]
+    own = bench.store, bench.results, bench.inbox, bench.sent.append
+    bench.loop = StepLoop({"print": draw}, *own, 1, device=device)
+    assert isinstance(bench.outcome(bench.run("print", steps=2)), TaskCompleted)
+    assert selecting == [*draw.threads] == ["encoder_0"]

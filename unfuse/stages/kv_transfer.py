@@ -195,14 +195,19 @@ class KvWriter:
         units = -(-self._layout.tokens // PREFILL_CHUNK_TOKENS) * self._layout.layers
         if self._output:
             # No step writes the units of cached prefix blocks that end the sequence.
-            self._queue(units)
-            self._write(self._output.tensors)
+            self._write_until(units, self._output.tensors)
             return {}
 
         tensors = self._allocate()
-        self._queue(units)
-        self._write(tensors)
+        self._write_until(units, tensors)
         return tensors
+
+    def _write_until(self, units: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the remaining units up to this number, one chunk at a time: copies take pinned memory."""
+        while self._queued < units:
+            self._queue(min(units, self._queued + self._layout.layers))
+            self._write(tensors)
+        self._write(tensors)
 
     def _queue(self, units: int) -> None:
         """Queue copies of the remaining units up to this number."""

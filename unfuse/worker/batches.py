@@ -312,9 +312,11 @@ class Batches:
         stage = batch[0].stage
         key = batch[0].key
         states = [job.state for job in batch]
-        began = time.monotonic()
         try:
+            self._synchronize()
+            began = time.monotonic()
             together = self._step(stage.step, states)
+            self._synchronize()
             self.sizes.measured(key, len(batch), time.monotonic() - began)
             difference = self._ranks.difference(first_difference(alone, together) is not None)
         except Exception as error:  # the tasks go on with their results alone

@@ -35,13 +35,18 @@ class EncoderThread:
     """Encodes and reports steps one after the other, in the order in which they were computed.
 
     A task with steps that are not encoded is not over, so it keeps its slot. `report` stores and reports what a step
-    added, by its number and the total. `wake` is called after each step.
+    added, by its number and the total. `wake` is called after each step. The thread calls `starts_thread` first.
     """
 
-    def __init__(self, report: Callable[[Job, int, int], object], wake: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        report: Callable[[Job, int, int], object],
+        wake: Callable[[], object],
+        starts_thread: Callable[[], object],
+    ) -> None:
         self._report = report
         self._wake = wake
-        self._thread = ThreadPoolExecutor(1, "encoder")
+        self._thread = ThreadPoolExecutor(1, "encoder", starts_thread)
         self._steps: dict[Job, deque[Future[EncodedStep]]] = {}
 
     def submit(self, job: Job) -> None:

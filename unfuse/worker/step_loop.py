@@ -260,7 +260,9 @@ class StepLoop:
         self._batches = Batches(batch, exactness, self._ranks, device.synchronize, self._memory_ladder)
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device.reserved_bytes, send)
         self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped, device.select)
-        self._encoder = EncoderThread(self._reporter.report_files, lambda: inbox.put(messages.StepEncoded()))
+        self._encoder = EncoderThread(
+            self._reporter.report_files, lambda: inbox.put(messages.StepEncoded()), device.select
+        )
         self._answer = send  # every rank answers InputArrived, since its chunk's place is free after all answers
 
         self._arrived: dict[Claim, messages.RunTask] = {}  # tasks that no step plan has admitted yet
