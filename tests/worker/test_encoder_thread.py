@@ -13,12 +13,12 @@ import pytest
 from tests.worker.test_ranks import Group, group
 from tests.worker.test_step_loop import Bench, Count
 from tools.server import until
+from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import NotFound, PermanentError
 from unfuse.core.messages import StepProgress, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import fragment_name
-from unfuse.worker.compute_device import ComputeDevice
 from unfuse.worker.compute_messages import CancelTask
 from unfuse.worker.encoder_thread import MAX_UNENCODED
 from unfuse.worker.step_loop import StepLoop

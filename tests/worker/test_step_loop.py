@@ -759,7 +759,7 @@ def names(folder: Path) -> set[str]:
 def test_result_parts_are_stored_before_their_steps_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfuse.worker.step_loop.PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("unfuse.worker.step_reporter.PROGRESS_INTERVAL_S", 0.0)
     loop, _ = growing(tmp_path)
     lease, told = loop.run("print", steps=4), list[int]()
 

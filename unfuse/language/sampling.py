@@ -169,7 +169,7 @@ def _prepare(text: NextToken) -> _Scored | PermanentError:
 
 
 def _numbers(texts: Sequence[_Scored]) -> list[Tensor]:
-    """Return, for each text, the numbers of its sampled token as integers, (1 + further numbers,).
+    """Return the numbers of each text's sampled token as integers, (1 + further numbers,).
 
     The first is the token, or -1 for logits that are not finite. With logprobs there are the ids of the likeliest
     tokens, the token's logprob, and theirs; floats are stored by their bits.
@@ -193,14 +193,17 @@ def _numbers(texts: Sequence[_Scored]) -> list[Tensor]:
         if text.params.logprobs is not None:
             logprobs = text.logits.float().log_softmax(0)
             topk = logprobs.topk(min(text.params.logprobs, len(logprobs)))
-            own = logprobs.gather(0, tokens[row : row + 1].clamp(0, len(logprobs) - 1))
-            bits = torch.cat([own, topk.values]).double().view(torch.int64)
+            logprob = logprobs.gather(0, tokens[row : row + 1].clamp(0, len(logprobs) - 1))
+            bits = torch.cat([logprob, topk.values]).double().view(torch.int64)
             numbers[row] = torch.cat([numbers[row], topk.indices, bits])
     return numbers
 
 
 def _read(numbers: Sequence[Tensor]) -> list[SampledToken | PermanentError]:
-    """Return the sampled tokens, or errors, of the results of `_numbers`. Reads all of them at once."""
+    """Return the sampled tokens, or errors, of the results of `_numbers`.
+
+    All of them are read at once.
+    """
     import torch
 
     if not numbers:
@@ -216,8 +219,8 @@ def _sampled_token(token: int, *more: int) -> SampledToken | PermanentError:
     if not more:
         return SampledToken(token)
     count = len(more) // 2
-    own, *values = (max(UNLIKELY, _float(bits)) for bits in more[count:])
-    return SampledToken(token, own, tuple(zip(more[:count], values, strict=True)))
+    logprob, *values = (max(UNLIKELY, _float(bits)) for bits in more[count:])
+    return SampledToken(token, logprob, tuple(zip(more[:count], values, strict=True)))
 
 
 def _float(bits: int) -> float:
@@ -267,7 +270,10 @@ def _unpack_mask(bits: bytes, scores: Tensor) -> Tensor:
 
 
 def _on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """Return numbers as a tensor on a tensor's device, int64 or float64. The host does not wait for the copy."""
+    """Return numbers as an int64 or float64 tensor on a tensor's device.
+
+    The host does not wait for the copy.
+    """
     import torch
 
     dtype = torch.float64 if any(isinstance(number, float) for number in numbers) else torch.int64
@@ -374,11 +380,12 @@ def scaled_chances(chances: Sequence[int], totals: Tensor) -> Tensor:
     """
     mask = (1 << LIMB) - 1
     limbs = [[number >> LIMB * limb & mask for number in chances] for limb in range(3)]
-    low, middle, high = (_on_device(limb, totals)[:, None] for limb in limbs)
-    total_low, total_middle, total_high = totals & mask, totals >> LIMB & mask, totals >> 2 * LIMB
+    low, middle, high = [_on_device(limb, totals)[:, None] for limb in limbs]
+    total_low, total_high = totals & mask, totals >> 2 * LIMB
+    total_middle = totals >> LIMB & mask
 
-    carry = (low * total_low >> LIMB) + low * total_middle + middle * total_low >> LIMB
-    third = carry + low * total_high + middle * total_middle + high * total_low
+    carry = (low * total_low >> LIMB) + low * total_middle + middle * total_low
+    third = (carry >> LIMB) + low * total_high + middle * total_middle + high * total_low
     rest = 64 - 2 * LIMB  # the bits of the third limb that are below the result
     return (
         (third >> rest)

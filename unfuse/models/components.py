@@ -313,7 +313,7 @@ class GridVae:
         self._norms: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def norm(self, grid: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and 1/std of the latents, on the device and in the dtype of a grid."""
+        """Return mean and 1/std of the latents, on a grid's device and in its dtype."""
         key = grid.device, grid.dtype
         if key not in self._norms:
             self._norms[key] = norm(self.vae, grid)

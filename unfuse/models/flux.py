@@ -229,7 +229,7 @@ class KontextDenoiser(FluxDenoiser):
 
     @override
     def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the constants of FLUX.1, with the positions of the reference's patches behind those of the latents."""
+        """Return the constants of FLUX.1, with the reference's positions after those of the latents."""
         import torch
 
         constants = super().constants(params, inputs)

@@ -153,7 +153,10 @@ class BlockStage(Stage):
         return values
 
     def _output(self, task: StageInput) -> StageOutput:
-        """Run the block. Returns its outputs for later stages, or for VAE decoding the images as arrays."""
+        """Run the block. Returns its outputs for later stages.
+
+        Those of VAE decoding are the images as arrays.
+        """
         import torch
 
         with torch.no_grad():

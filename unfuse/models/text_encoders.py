@@ -41,7 +41,9 @@ class Tokens:
 
 
 def disable_kv_cache(encoder: Any) -> None:
-    """Make a language model that encodes texts keep no keys and values: nobody would read them.
+    """Make a language model that encodes texts store no keys and values.
+
+    Nothing would read them.
 
     Its results are the same.
     """

@@ -322,7 +322,10 @@ class Stage(ABC):
         return b""
 
     def discard_frames(self, state: Any) -> None:  # noqa: B027
-        """Free the frames that the last step left to encode. Called on ranks that encode no files."""
+        """Free the frames that the last step left to encode.
+
+        Called on ranks that encode no files.
+        """
 
     def new_chunks(self, state: Any) -> Sequence[bytes]:
         """Return the chunks, such as token deltas, that the last step added to the output.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,14 +35,12 @@ from unfuse.stages.device_copies import HostCopy, to_device
 from unfuse.stages.feature_cache import SIMILAR, FeatureCache, Memory
 from unfuse.stages.image_encode import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
 from unfuse.stages.media import remedy
+from unfuse.stages.noise_scheduler_state import restore_scheduler, scheduler_state
 from unfuse.stages.vae_decode import PreviewDecoder
 from unfuse.weights.adapters import LoadedAdapters
 
 #: Inputs of the transformer by name, each (1 or rows, …).
 Inputs = Mapping[str, Tensor]
-
-#: Types of a noise scheduler's attributes that checkpoints store as they are, besides tensors and lists.
-PLAIN = (int, float, str, bool, type(None))
 
 
 class NoiseScheduler(Protocol):
@@ -71,7 +69,10 @@ class NoiseScheduler(Protocol):
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What the host knows of one row of a forward, which therefore reads nothing back from the device."""
+    """The facts about one row of a forward that are in host memory.
+
+    The forward therefore reads nothing back from the device.
+    """
 
     #: The key of its timestep, by `Denoiser.phases`.
     phase: Hashable = ()
@@ -108,7 +109,9 @@ class Denoiser(Protocol):
         """Return noise as the request's first latents, (1, …), on the generator's device."""
 
     def constants(self, params: Params, inputs: Inputs) -> Inputs:
-        """Return further inputs that `predict` needs of a request, each (1, …). Called once for each half of guidance.
+        """Return further inputs that `predict` needs of a request, each (1, …).
+
+        Called once for each half of guidance.
 
         `inputs`: the inputs from the task, on the device. Constants replace those of equal names.
         """
@@ -133,7 +136,9 @@ class Denoiser(Protocol):
         """
 
     def phases(self, timesteps: Tensor) -> Sequence[Hashable]:
-        """Return a key for each timestep. Rows must have equal keys to share a forward in an exact pool.
+        """Return a key for each timestep.
+
+        Rows must have equal keys to share a forward in an exact pool.
 
         Called once for each request, because reading timesteps waits for the device.
         """
@@ -186,6 +191,12 @@ class DenoiseState:
     def threshold(self) -> float:
         """The threshold of the feature cache; 0: it is off."""
         return float(self.params.get(SIMILAR) or 0.0)
+
+    def half(self, *, is_negative: bool) -> Inputs:
+        """Return the transformer's inputs for the prompt, or for its negative."""
+        inputs = self.negative if is_negative else self.inputs
+        assert inputs is not None
+        return inputs
 
     def facts(self, *, is_negative: bool) -> RowFacts:
         """Return the facts of the next step's row for the prompt, or for its negative."""
@@ -344,7 +355,9 @@ class Denoise(SteppedStage[DenoiseState]):
         return state.tokens, self._sizes(state), phase, layout(state.latents)
 
     def step(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
-        """Return the predictions, each (1, …), or a PermanentError if that of the step before is not finite.
+        """Return the predictions, each (1, …), or a PermanentError.
+
+        The error says that the prediction of the step before is not finite.
 
         The host learns that one step late, when the device already computes the next one: it would wait otherwise.
         """
@@ -421,7 +434,9 @@ class Denoise(SteppedStage[DenoiseState]):
 
     @torch.no_grad()
     def _checked_predictions(self, batch: Sequence[DenoiseState], fused: bool) -> list[Tensor | Exception]:
-        """Return the predictions of a batch, or an error for those whose last prediction is not finite.
+        """Return the predictions of a batch, or an error.
+
+        The error is for a state whose last prediction is not finite.
 
         `fused`: whether the halves of guidance share a forward.
         """
@@ -468,22 +483,8 @@ class Denoise(SteppedStage[DenoiseState]):
         negatives = [state.negative for state in batch if state.negative is not None]
 
         if negatives and fused:
-            is_away_first = self._denoiser.first == UNCONDITIONAL
-            pairs = zip(negatives, (state.inputs for state in batch), strict=True)
-            both_inputs = _concatenate_inputs(
-                [half for pair in pairs for half in (pair if is_away_first else reversed(pair))]
-            )
-            # `repeat_interleave` drops the memory layout.
-            doubled_latents = latents.repeat_interleave(2, 0).contiguous(memory_format=layout(latents))
-            doubled = doubled_latents, timestep.repeat_interleave(2, 0)
-            both_facts = [
-                state.facts(is_negative=is_negative)
-                for state in batch
-                for is_negative in (is_away_first, not is_away_first)
-            ]
             with use_memory("both"):
-                halves = self._forward(*doubled, both_inputs, params, both_facts, 2 if self._paired else 1)
-            towards, away = halves[is_away_first::2], halves[not is_away_first :: 2]
+                towards, away = self._predict_both_halves(batch, latents, timestep)
         else:
 
             def predict_half(name: str, half_inputs: Inputs) -> Tensor:
@@ -516,6 +517,24 @@ class Denoise(SteppedStage[DenoiseState]):
             ]
         )
 
+    def _predict_both_halves(
+        self, batch: Sequence[DenoiseState], latents: Tensor, timestep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the predictions for the prompts and for their negatives, computed in one forward.
+
+        `latents`: (requests, …). `timestep`: (requests,).
+        """
+        is_away_first = self._denoiser.first == UNCONDITIONAL
+        order = (is_away_first, not is_away_first)
+        inputs = _concatenate_inputs([state.half(is_negative=half) for state in batch for half in order])
+        facts = [state.facts(is_negative=half) for state in batch for half in order]
+
+        # `repeat_interleave` drops the memory layout.
+        doubled_latents = latents.repeat_interleave(2, 0).contiguous(memory_format=layout(latents))
+        doubled = doubled_latents, timestep.repeat_interleave(2, 0)
+        halves = self._forward(*doubled, inputs, batch[0].params, facts, 2 if self._paired else 1)
+        return halves[is_away_first::2], halves[not is_away_first :: 2]
+
 
 def _scaled_input(state: DenoiseState) -> Tensor:
     """Return the latents, (1, …), as the transformer expects them."""
@@ -545,57 +564,3 @@ def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
         f"denoising produced values that are not finite at step {state.step} of {len(state.scheduler.timesteps)}: "
         f"{remedy('the model', dtype, state.params)}"
     )
-
-
-def scheduler_state(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a noise scheduler's tensors and plain values that differ from a fresh one's.
-
-    A fresh scheduler of the same request has the rest: a first-order one differs in the index of the step, a multistep
-    one also in its last predictions. Tensors are copied to the CPU. Raises PermanentError for values of other types.
-    """
-    tensors: dict[str, Tensor] = {}
-    original = vars(fresh)
-    changed = {n: value for n, value in vars(scheduler).items() if n not in original or not _equal(value, original[n])}
-    return tensors, {name: _serialize(f"scheduler.{name}", value, tensors) for name, value in changed.items()}
-
-
-def restore_scheduler(
-    scheduler: object, tensors: Mapping[str, Tensor | None], values: Mapping[str, Any], device: Any
-) -> None:
-    """Set the values that `scheduler_state` returned on a fresh scheduler.
-
-    Tensors that were on the CPU stay there; the others are copied to `device`.
-    """
-    for name, value in values.items():
-        setattr(scheduler, name, _deserialize(value, tensors, device))
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, list):
-        return isinstance(right, list) and len(left) == len(right) and all(map(_equal, left, right))
-    return type(left) is type(right) and bool(left == right)
-
-
-def _serialize(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the value with each tensor replaced by its name and its device."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().to("cpu", copy=True)
-        return {"tensor": name, "cpu": value.device.type == "cpu"}
-    if isinstance(value, list):
-        return [_serialize(f"{name}.{index}", item, tensors) for index, item in enumerate(value)]
-    if isinstance(value, PLAIN):
-        return value
-    raise PermanentError(f"a noise scheduler with a {type(value).__name__} in {name} cannot be saved between steps")
-
-
-def _deserialize(value: Any, tensors: Mapping[str, Tensor | None], device: Any) -> Any:
-    """Return the value that `_serialize` was given, with copies of its tensors."""
-    if isinstance(value, dict):
-        tensor = tensors[value["tensor"]]
-        assert tensor is not None
-        return tensor.clone() if value["cpu"] else tensor.to(device, copy=True)
-    if isinstance(value, list):
-        return [_deserialize(item, tensors, device) for item in value]
-    return value

@@ -1,4 +1,4 @@
-"""Copies between host and device for which the host does not wait longer than it must."""
+"""Copies between host and device for which the host waits late, or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor on a device, and in another dtype if given. The host does not wait for the device.
+    """Return a tensor on a device, and in another dtype if given.
+
+    The host does not wait for the device.
 
     A blocking copy waits until everything that was queued before is computed. A copy from pageable memory is staged
     before this returns, so the tensor may then change.
@@ -45,7 +47,10 @@ class HostCopy:
         return self._copied is None or bool(self._copied.query())
 
     def read(self) -> list[Tensor]:
-        """Return the copies. Waits until they are complete, but for nothing that was queued after them."""
+        """Return the copies, once they are complete.
+
+        Waits for nothing that was queued after them.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         return self._host

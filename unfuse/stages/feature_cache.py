@@ -1,4 +1,4 @@
-"""A feature cache of denoising: it skips most transformer blocks of a step that changes little."""
+"""A feature cache, which skips most transformer blocks of a step that changes little."""
 
 from __future__ import annotations
 

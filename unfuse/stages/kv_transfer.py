@@ -203,7 +203,10 @@ class KvWriter:
         return tensors
 
     def _write_until(self, units: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the remaining units up to this number, one chunk at a time: copies take pinned memory."""
+        """Write the remaining units up to this number, one chunk at a time.
+
+        Their copies take pinned memory.
+        """
         while self._queued < units:
             self._queue(min(units, self._queued + self._layout.layers))
             self._write(tensors)
@@ -222,7 +225,10 @@ class KvWriter:
         self._queued = units
 
     def _write(self, tensors: Mapping[str, Tensor], *, waits: bool = True) -> None:
-        """Write the copies that are complete, or with `waits` all, in order. An output announces them."""
+        """Write the copies that are complete, or with `waits` all, in order.
+
+        An output announces them.
+        """
         while self._copies and (waits or self._copies[0][1].is_ready):
             units, copy = self._copies.popleft()
             kv = iter(copy.read())

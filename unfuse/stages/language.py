@@ -533,14 +533,20 @@ def _is_last(state: DecodeState) -> bool:
 
 
 def _sample_tokens(samplable: Sequence[tuple[DecodeState, Tensor]]) -> list[Drawn]:
-    """Sample a token of each state from logits (vocabulary,); None if the allowed tokens are not known yet."""
+    """Sample a token of each state from logits (vocabulary,).
+
+    None: the allowed tokens are not known yet.
+    """
     inputs = [_sampling_input(state, logits) for state, logits in samplable]
     tokens = iter(sample_all([text for text in inputs if isinstance(text, NextToken)]))
     return [next(tokens) if isinstance(text, NextToken) else text for text in inputs]
 
 
 def _sampling_input(state: DecodeState, logits: Tensor) -> NextToken | PermanentError | None:
-    """Return what a state's next token is sampled from, or the error of its grammar; None if that is late."""
+    """Return the inputs of sampling a state's next token, or an error.
+
+    None: the grammar has not computed the allowed tokens yet.
+    """
     allowed = None
     try:
         if state.constraint:

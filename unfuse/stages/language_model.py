@@ -230,7 +230,7 @@ class LanguageModel:
         last_rows = [part.rows.stop - 1 for part in model_parts]
         # One tensor for all four, so that there is one copy to the device.
         packed = to_device(torch.tensor([*ids, *positions, *slots, *last_rows]), self._kv.keys[0].device)
-        packed_ids, rope_positions, slot_mapping, last = packed.split([len(ids)] * 3 + [len(last_rows)])
+        packed_ids, rope_positions, slot_mapping, last = torch.split(packed, [len(ids)] * 3 + [len(last_rows)])
 
         hidden_states = self._decoder(
             **(

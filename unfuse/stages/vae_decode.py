@@ -152,7 +152,7 @@ def _add_frames(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeSta
 
 
 class Pixels:
-    """The pixels of a video on their way from the device to the host, as uint8 frames.
+    """The uint8 frames of a video, on their way from the device to the host.
 
     They are converted on the device, which leaves a quarter of the bytes to copy. The arithmetic is that of diffusers'
     `VideoProcessor.postprocess_video` and `numpy_to_pil`: halves round to even.

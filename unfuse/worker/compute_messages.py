@@ -347,7 +347,10 @@ class TaskWaits(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepEncoded(msgspec.Struct, frozen=True, tag=True):
-    """Wakes the step loop, since the files of a step are encoded. No process sends it to another one."""
+    """Wakes the step loop, since the files of a step are encoded.
+
+    No process sends it to another one.
+    """
 
 
 #: The messages for the step loop. A step plan comes from the first rank, by way of the parent.

@@ -32,7 +32,7 @@ class EncodedStep(NamedTuple):
 
 
 class EncoderThread:
-    """Encodes and reports steps one after the other, in the order in which they were computed.
+    """Encodes and reports steps in the order in which they were computed.
 
     A task with steps that are not encoded is not over, so it keeps its slot. `report` stores and reports what a step
     added, by its number and the total. `wake` is called after each step. The thread calls `starts_thread` first.
@@ -57,11 +57,14 @@ class EncoderThread:
         future.add_done_callback(lambda _: self._wake())
 
     def can_step(self, job: Job) -> bool:
-        """Whether the next step of a job may be computed now: it has one, and few steps are not encoded yet."""
+        """Whether the next step of a job may be computed now.
+
+        It may not if the job has none, or if too many of its steps are not encoded yet.
+        """
         return not job.stage.encodes or (not job.is_over and len(self._steps.get(job, ())) < MAX_UNENCODED)
 
     def finished(self) -> list[EncodedStep]:
-        """Return the steps that were encoded since the last call, those of a job in order."""
+        """Return the steps that were encoded since the last call, in order."""
         encoded = list[EncodedStep]()
         for job, steps in [*self._steps.items()]:
             while steps and steps[0].done():

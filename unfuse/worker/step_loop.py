@@ -9,11 +9,10 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import structlog
@@ -21,7 +20,6 @@ import structlog
 from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import ResultsUnavailable
 from unfuse.core.messages import (
-    CachePrefix,
     CheckpointSaved,
     StepProgress,
     TaskCompleted,
@@ -31,9 +29,9 @@ from unfuse.core.messages import (
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.retries import is_out_of_memory
-from unfuse.core.task import Claim, OutputDeltas
+from unfuse.core.task import Claim
 from unfuse.stages.base import EncodedMedia, Stage, StageOutput
-from unfuse.stores.results import ResultStore, fragment_name, fragment_prefix
+from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
@@ -47,17 +45,14 @@ from unfuse.worker.job import (
     read_prefix_blocks,
     start_result,
     store_output,
-    store_prefix_blocks,
     write,
 )
 from unfuse.worker.memory_ladder import MemoryLadder
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.status_reporter import ComputeLeakCheck, StatusReporter
+from unfuse.worker.step_reporter import ReportResult, StepReporter, delete_fragments
 
 log = structlog.get_logger(__name__)
-
-#: Least seconds between two progress messages of one task. Each message covers all steps since the last message.
-PROGRESS_INTERVAL_S = 0.1
 
 #: The first and the longest pause, in seconds, of a task that waits for the result store.
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
@@ -65,135 +60,6 @@ PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
 
 #: The timings of a task that has computed nothing yet.
 UNUSED = Timings()
-
-
-class ReportResult(NamedTuple):
-    """The outcome of reporting one task's step."""
-
-    #: The task's job.
-    job: Job
-
-    #: The error that reporting raised, or None. It fails this task only.
-    error: Exception | None
-
-
-class StepReporter:
-    """Sends new output and progress to the parent after each step, and stores prefix blocks.
-
-    Other tasks start from the prefix blocks (prefix caching). The first rank `leads`: it also stores previews and
-    video fragments for clients. With `overlap`, steps are reported in a second thread while the next step runs, for
-    tasks whose stage allows it (`can_overlap`). A text that ends by a stop string is then detected one step late. That
-    thread calls `starts_thread` first.
-    """
-
-    def __init__(
-        self,
-        store: TensorStore,
-        results: ResultStore,
-        send: Callable[[OutputDeltas | CachePrefix | StepProgress], object],
-        leads: bool,
-        overlap: bool,
-        starts_thread: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._store, self._results = store, results
-        self._send, self._leads = send, leads
-        self._thread = ThreadPoolExecutor(1, "step reporter", starts_thread) if overlap else None
-        self._pending: Future[list[ReportResult]] | None = None
-
-    def report(self, jobs: Sequence[Job]) -> list[ReportResult]:
-        """Report one step of these jobs.
-
-        Returns the results of jobs that were reported at once. `wait` returns those of overlapped jobs.
-        """
-        # A last step is reported at once, so that its task does not take part in another forward.
-        overlapped = [job for job in jobs if self._thread and job.stage.can_overlap and not job.is_over]
-        if self._thread and overlapped:
-            self._pending = self._thread.submit(self._report_jobs, overlapped)
-        return self._report_jobs([job for job in jobs if job not in overlapped])
-
-    def report_files(self, job: Job, step: int, steps: int) -> None:
-        """Store the preview and the video fragment of a step, and report the step.
-
-        `step`: its number. `steps`: the total.
-        """
-        if step < steps and self._leads:
-            store_preview(self._results, job, step)
-            store_fragment(self._results, job, step)
-        self._report_progress(job, step, steps)
-
-    def wait(self) -> list[ReportResult]:
-        """Wait for the second thread. Returns the new results of overlapped jobs."""
-        pending, self._pending = self._pending, None
-        return pending.result() if pending else []
-
-    def _report_jobs(self, jobs: Sequence[Job]) -> list[ReportResult]:
-        return [ReportResult(job, self._report_job(job)) for job in jobs]
-
-    def _report_job(self, job: Job) -> Exception | None:
-        """Report one step of a job. Returns the error of this task, or None."""
-        try:
-            if deltas := job.new_deltas():
-                self._send(deltas)
-            for block in store_prefix_blocks(self._store, job):
-                self._send(block)
-            self.report_files(job, *job.stage.progress(job.state))
-        except Exception as error:  # an error of one task must not end the process
-            return error
-        return None
-
-    def _report_progress(self, job: Job, step: int, steps: int) -> None:
-        """Send the job's progress, if its last step is done or PROGRESS_INTERVAL_S have passed."""
-        now = time.monotonic()
-        if step == steps or now - job.reported_at >= PROGRESS_INTERVAL_S:
-            self._send(StepProgress(job.claim, step, steps, job.reported + 1, tuple(job.previews), job.share_s))
-            job.reported, job.reported_at = step, now
-            job.previews = []
-
-
-def store_preview(results: ResultStore, job: Job, step: int) -> None:
-    """Store a preview every `preview_every` steps, if the request has this parameter.
-
-    Errors are only logged.
-    """
-    interval, task = job.lease.task.params.get("preview_every"), job.lease.task
-    if not isinstance(interval, int) or interval < 1 or step % interval:
-        return
-    try:
-        if media := job.stage.preview(job.state):
-            results.attach(task.request, f"preview-{task.stage}-{step}", media.data, durable=False)
-            job.previews.append(step)
-    except Exception as error:
-        log.warning("preview not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
-
-
-def store_fragment(results: ResultStore, job: Job, step: int) -> None:
-    """Store the video fragment of a step before the step is reported.
-
-    Errors are only logged. After a fragment that could not be stored, none is stored, because a gap would break the
-    video.
-    """
-    task, data = job.lease.task, job.stage.video_fragment(job.state)
-    if not data or job.last_fragment_step is None:
-        return
-    try:
-        results.attach(task.request, fragment_name(task.attempt, step), data, durable=False)
-        job.last_fragment_step = step
-    except Exception as error:
-        log.warning("video fragment not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
-        job.last_fragment_step = None
-
-
-def delete_fragments(results: ResultStore, job: Job) -> None:
-    """Delete the video fragments of a task that ends early. Errors are only logged.
-
-    Its request may be over already, and its attachments deleted.
-    """
-    task = job.lease.task
-    try:
-        if job.last_fragment_step != 0:
-            results.detach(task.request, fragment_prefix(task.attempt))
-    except Exception as error:
-        log.warning("video fragments not deleted", request=task.request, stage=task.stage, reason=str(error))
 
 
 @dataclass(eq=False)
@@ -358,7 +224,10 @@ class StepLoop:
             self._finish_reported(self._reporter.report([job for job in advanced if not self._encode(job)]))
 
     def _encode(self, job: Job) -> bool:
-        """Encode the files of a step, which reports it too, if this rank does so. Returns whether it does."""
+        """Encode the files of a step, and report it, if this rank does so.
+
+        Returns whether it does.
+        """
         if job.stage.encodes and self._ranks.leads:
             self._encoder.submit(job)
             return True
@@ -370,7 +239,7 @@ class StepLoop:
         return [job for job in self._jobs.values() if self._encoder.can_step(job)]
 
     def _collect_messages(self, *, waits: bool) -> tuple[messages.CancelTask, ...]:
-        """Collect all messages, and wait for one if asked to. Returns the cancellations."""
+        """Collect all messages, with `waits` at least one. Returns the cancellations."""
         cancels = []
         if waits:
             next_try_at = min((parked.at for parked in self._parked.values()), default=None)
@@ -504,7 +373,10 @@ class StepLoop:
                 self._fail(job, error)
 
     def _finish_encoded(self, encoded: Sequence[EncodedStep]) -> None:
-        """Finish the tasks whose last step is encoded, and fail those whose encoding failed, on all ranks."""
+        """Finish the tasks whose last step is encoded.
+
+        Those whose encoding failed fail on all ranks.
+        """
         for job, seconds, output, encoding_error in encoded:
             if self._jobs.get(job.claim) is not job:  # an earlier step has failed
                 continue
@@ -526,7 +398,10 @@ class StepLoop:
         self._send(messages.failure(job.claim, error, job.timings))
 
     def _release(self, job: Job) -> None:
-        """Release a job's inputs and its stage's state, once none of its steps is being encoded."""
+        """Release a job's inputs and its stage's state.
+
+        Waits for a step that is being encoded.
+        """
         self._encoder.cancel(job)
         """Release a job's inputs and its stage's state."""
         self._ended_stages.add(job.stage)
