@@ -306,17 +306,18 @@ def test_non_finite_latents_fail_only_their_request_and_name_the_step() -> None:
 class LateFlag:
     """A flag that may not be read before the next forward has begun."""
 
-    def __init__(self, tensor: Tensor, forwards: list[int]) -> None:
-        self._flag, self._forwards, self._made_at = tensor, forwards, len(forwards)
+    def __init__(self, tensors: Sequence[Tensor], forwards: list[int]) -> None:
+        self._tensors, self._forwards, self._made_at = [*tensors], forwards, len(forwards)
 
     def read(self) -> list[Tensor]:
-        assert len(self._forwards) > self._made_at, "the host would wait for the device here"
-        return [self._flag]
+        is_result = len(self._tensors) > 1  # which has to be awaited
+        assert is_result or len(self._forwards) > self._made_at, "the host would wait for the device here"
+        return self._tensors
 
 
 def test_flag_of_a_step_is_read_after_the_next_forward_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     denoiser = Constant()
-    monkeypatch.setattr(module, "HostCopy", lambda tensor: LateFlag(tensor, denoiser.rows))
+    monkeypatch.setattr(module, "HostCopy", lambda *tensors: LateFlag(tensors, denoiser.rows))
     stage = Denoise(denoiser, EXACT)
     state = stage.start(task())
     for _ in range(4):

@@ -396,11 +396,12 @@ class Denoise(SteppedStage[DenoiseState]):
         return self._preview.preview(self._denoiser.finish_latents(state.estimate, state.inputs), state.params)
 
     def finish(self, state: DenoiseState) -> StageOutput:
-        """Return the latents, (1, …). Raises PermanentError if they are not finite."""
+        """Return the latents, (1, …), in host memory. Raises PermanentError if not finite."""
         latents = self._denoiser.finish_latents(state.latents, state.inputs)
-        if not bool(torch.isfinite(latents).all()):
+        host_latents, is_finite = HostCopy(latents, torch.isfinite(latents).all()).read()
+        if not bool(is_finite):
             raise _not_finite(state, self._denoiser.dtype)
-        return StageOutput({"latents": latents})
+        return StageOutput({"latents": host_latents})
 
     def _inputs(self, task: StageInput, prefix: str) -> Inputs:
         """Return the transformer's inputs from a task's tensors, and the family's constants.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import structlog
@@ -26,6 +26,9 @@ from unfuse.stores.tensors import numpy_over, torch_over
 from unfuse.worker.checkpoints import unpack
 from unfuse.worker.compute_messages import InputArrived, InputTaken, RunTask, TaskWaits, failure
 from unfuse.worker.ranks import TaskStart
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = structlog.get_logger(__name__)
 
@@ -413,6 +416,21 @@ def announce(
         send(OutputAnnounced(job.claim, job.output.ref))
 
 
+def on_host(tensors: Tensors) -> Tensors:
+    """Return tensors in host memory.
+
+    Those of a GPU are copied together, to pinned memory, so that the host waits once and not for each.
+    """
+    devices = {name: getattr(tensor, "device", None) for name, tensor in tensors.items()}
+    on_device = [name for name, device in devices.items() if getattr(device, "type", "cpu") != "cpu"]
+    if not on_device:
+        return tensors
+    from unfuse.stages.device_copies import HostCopy  # imported here because other processes do without torch
+
+    copies = HostCopy(*[cast("Tensor", tensors[name]) for name in on_device]).read()
+    return {**tensors, **dict(zip(on_device, copies, strict=True))}
+
+
 def store_output(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
     """Store a task's output tensors, narrowed by the stage kind's entry in `encodings`.
 
@@ -421,13 +439,18 @@ def store_output(store: TensorStore, job: Job, output: StageOutput, encodings: M
     """
     task = job.lease.task
     if job.output:
-        job.output.fill(output.tensors)
+        job.output.fill(on_host(output.tensors))
         return job.output.finish()
     if task.planned.final:
         return None
     encoding = encodings.get(task.planned.kind, "none")
     return store.put(
-        output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, wait=ROOM_S, encoding=encoding
+        on_host(output.tensors),
+        request=task.request,
+        stage=task.stage,
+        attempt=task.attempt,
+        wait=ROOM_S,
+        encoding=encoding,
     )
 
 
@@ -458,7 +481,7 @@ def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[CachePrefix]:
     job.prefix_blocks = []
     for key, digest, tensors in blocks:
         try:
-            ref = store.put(tensors, request=task.request, stage=task.stage, attempt=task.attempt)
+            ref = store.put(on_host(tensors), request=task.request, stage=task.stage, attempt=task.attempt)
         except Exception as error:  # for the same reasons as in `read_prefix_blocks`
             log.info("prefix block not cached", request=task.request, stage=task.stage, reason=str(error))
             return
