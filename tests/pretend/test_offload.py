@@ -38,6 +38,22 @@ def test_offloaded_model_on_second_gpu_has_bytes_of_cpu(kind: str, offload: str,
         assert held_by(gpus).keys() <= {GPU}
 
 
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+@pytest.mark.parametrize("kind", ["flux", "wan"])
+def test_offloaded_transformer_skips_the_same_blocks_with_a_feature_cache(
+    kind: str, offload: str, tmp_path: Path
+) -> None:
+    """The blocks of Wan have weights of their own, beside those of their layers."""
+    folder, sizes = tiny.build(kind, tmp_path / kind), {"height": 64, "width": 64, "num_inference_steps": 6}
+    params = sizes | {"feature_cache": 0.4}
+    expected = run_request(load(folder, batching="batched"), params)
+    assert differing(expected, run_request(load(folder, batching="batched"), sizes)), "blocks are skipped"
+    with PretendedGpus() as gpus:
+        model = load(folder, GPU, batching="batched", offload=offload)
+        assert differing(expected, run_request(model, params, gpus)) == []
+        assert differing(expected, run_request(model, params, gpus)) == []
+
+
 def answers(model: LoadedModel, folder: Path) -> list[list[int]]:
     """The answers to prompts of several lengths, computed together."""
     (prefill,), (decode,) = (

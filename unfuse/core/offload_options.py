@@ -46,7 +46,10 @@ def offloads_any(text: str, components: Iterable[str]) -> bool:
 
 
 def check_offload(text: str, components: Collection[str]) -> None:
-    """Raise ConfigError if `--offload` names a component that no model has, and UsageError if it is malformed."""
+    """Raise ConfigError if `--offload` names a component that no model has.
+
+    Raises UsageError if it is malformed.
+    """
     _, named = parse_offload(text)
     if unknown := sorted(named.keys() - components):
         raise ConfigError(f"--offload {text}: unknown component {unknown[0]!r}; known are {', '.join(components)}")

@@ -122,7 +122,7 @@ class Family(ABC):
         """
 
     def not_offloaded(self, folder: ModelFolder) -> Collection[str]:
-        """Return the components that stay on the device whatever `--offload` says."""
+        """Return the components that stay on the device with any `--offload`."""
         return ()
 
     @abstractmethod
