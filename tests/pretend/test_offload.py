@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from tests.pretend.running import GPU, LoadedModel, differing, held_by, load, ru
 from tools import tiny, tiny_whole
 from tools.tiny_language import make_language_model
 from tools.tiny_vision import make_vision_model
+from unfuse.core.errors import ConfigError
 from unfuse.language.tokenizer import ChatTokenizer
+from unfuse.models import declared
 from unfuse.stages.base import StageInput, next_states
 from unfuse.weights.offload import offload_model
 
@@ -24,12 +27,19 @@ pytestmark = pytest.mark.slow
 KINDS = ("flux", "klein", "krea", "sd", "wan-image")
 """With two text encoders, of blocks of modular pipelines, undivided, and with an image encoder."""
 
+MORE = ("wan", "wan-2.2", "wan-2.2-image", "wan-2.2-5b", "wan-2.2-5b-image", "kontext", "hunyuan-video", "qwen-image")
+NIGHTLY = (*MORE, "sdxl", "sd3", "z-image", "ltx")
+"""One kind of each other family."""
+
+EDITS = ("wan-image", "wan-2.2-image", "wan-2.2-5b-image", "kontext")
+"""Kinds whose requests need a picture."""
+
 
 @pytest.mark.parametrize("offload", ["model", "sequential", "text_encoder=model,vae=sequential"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in NIGHTLY)])
 def test_offloaded_model_on_second_gpu_has_bytes_of_cpu(kind: str, offload: str, tmp_path: Path) -> None:
     folder = (tiny if kind in tiny.KINDS else tiny_whole).build(kind, tmp_path / kind)
-    params = {"height": 64, "width": 64, "num_inference_steps": 3} | ({"image": "x"} if kind == "wan-image" else {})
+    params = {"height": 64, "width": 64, "num_inference_steps": 3} | ({"image": "x"} if kind in EDITS else {})
     expected = run_request(load(folder), params)
     with PretendedGpus() as gpus:
         model = load(folder, GPU, offload=offload)
@@ -52,6 +62,23 @@ def test_offloaded_transformer_skips_the_same_blocks_with_a_feature_cache(
         model = load(folder, GPU, batching="batched", offload=offload)
         assert differing(expected, run_request(model, params, gpus)) == []
         assert differing(expected, run_request(model, params, gpus)) == []
+
+
+def test_excluded_component_of_an_undivided_pipeline_stays_on_the_gpu(tmp_path: Path) -> None:
+    """Its class names it, as that of SD names its safety checker."""
+    folder = tiny_whole.build("sd", tmp_path / "sd")
+    with patch.object(declared, "_strings", lambda node, attribute: ["text_encoder"]), PretendedGpus():
+        declared.declared_pipeline.cache_clear()
+        components = load(folder, GPU, offload="model").stages[0][1]._pipeline.components  # type: ignore[attr-defined]
+        assert components["text_encoder"].device == torch.device(GPU)
+        assert components["unet"].device == torch.device("cpu")
+    declared.declared_pipeline.cache_clear()
+
+
+def test_adapters_of_an_undivided_pipeline_are_refused_with_sequential_offload(tmp_path: Path) -> None:
+    folder = tiny_whole.build("sd", tmp_path / "sd")
+    with PretendedGpus(), pytest.raises(ConfigError, match="--loras cannot be combined with --offload sequential"):
+        load(folder, GPU, loras=str(tmp_path), offload="model,unet=sequential")
 
 
 def answers(model: LoadedModel, folder: Path) -> list[list[int]]:
