@@ -23,9 +23,10 @@ ALIGNMENT = 256
 
 
 def pin_weights(model: torch.nn.Module, device: torch.device) -> bool:
-    """Move a model's weights into one buffer of host memory, and return whether it is pinned.
+    """Move a model's weights into one buffer of host memory, and pin it.
 
-    Weights that several layers share are there once. torch's own pinning rounds every tensor up to a power of two.
+    Returns whether it is pinned. Weights that several layers share are there once. torch's own pinning rounds every
+    tensor up to a power of two.
     """
     if device.type not in EXCHANGES:
         return False
@@ -55,9 +56,10 @@ def pin_weights(model: torch.nn.Module, device: torch.device) -> bool:
 
 
 def register(memory: torch.Tensor, device: torch.device, name: str) -> bool:
-    """Pin a buffer where it is, by the driver of CUDA or ROCm, and return whether that is done.
+    """Pin a buffer where it is, by the driver of CUDA or ROCm.
 
-    If the driver refuses, the buffer stays pageable, and a warning has the reason. `name`: what it is of.
+    Returns whether it is pinned. If the driver refuses, the buffer stays pageable, and a warning has the reason.
+    `name`: what it is of.
     """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if not (error := int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))):
