@@ -188,6 +188,7 @@ def media_features(folder: Path) -> Iterator[str]:
     modes = {(one.name, one.mode) for one in spec.accepts if one.max}
     names = {"start": "start picture", "redraw": "redraw (`strength`)", "reference": "reference pictures"}
     yield from ("text", "served", "cancel", "torchao", "`--component-source`", "`--vae sliced`", "`--vae tiled`")
+    yield from ("`--offload model`", "`--offload sequential`")
     yield from (names[mode] for name, mode in modes if name == "image")
     yield from ["mask"] * (("mask", "redraw") in modes)
     yield from ["last frame"] * (("last_frame", "end") in modes or not is_divided and bool(LAST))
@@ -198,7 +199,6 @@ def media_features(folder: Path) -> Iterator[str]:
     yield from ["stage by stage", "a worker for each stage"] * is_divided
     if is_divided and not has_blocks:
         yield from ("previews", "exact batches", "batched", "resume from a checkpoint")
-        yield from ("`--offload model`", "`--offload sequential`")
 
     for stage in spec.pipeline.stages:
         yield from (f"`{kind}`" for kind in stage.parallelism if kind == "tiles" or stage.kind == "denoise")

@@ -117,6 +117,7 @@ FAR = "tests/integration/test_far_pictures.py::test_image_inputs_across_hosts_ma
 GPU = "tests/integration/test_gpu.py::test_batched_images_are_byte_identical_also_after_compute_crashes"
 OLD_KEYS = "tests/answers/test_adapters.py::test_other_families_load_old_lora_key_names_and_reject_dora"
 SLICED = "tests/models/test_loader.py::test_sliced_vae_is_exact_and_tiled_vae_is_approximate"
+PRETENDED = "tests/pretend/test_offload.py::test_offloaded_model_on_second_gpu_has_bytes_of_cpu"
 OFFLOADED = "tests/weights/test_offload.py::test_offloaded_model_computes_identical_outputs"
 RESUMED = "tests/integration/test_resume.py::test_video_resumes_from_checkpoint_on_other_node_after_worker_kill"
 SINGLE = "tests/weights/test_single.py::test_single_file_latents_are_identical_to_diffusers"
@@ -248,8 +249,11 @@ WEIGHTS: Columns = {
 }
 
 MEMORY: Columns = {
-    "`--offload model`": [Proof(OFFLOADED, kinds=(SHAPES,), only="^model$")],
-    "`--offload sequential`": [Proof(OFFLOADED, kinds=(SHAPES,), only="^sequential$")],
+    "`--offload model`": [Proof(OFFLOADED, kinds=(SHAPES,), only="^model$"), Proof(PRETENDED, only="-model$")],
+    "`--offload sequential`": [
+        Proof(OFFLOADED, kinds=(SHAPES,), only="^sequential$"),
+        Proof(PRETENDED, only="-sequential$"),
+    ],
     "`--vae sliced`": [Proof(SLICED)],
     "`--vae tiled`": [Proof(SLICED), Proof(TILED_IMAGES, kinds=(SHAPES,))],
     "feature cache": [Proof("tests/models/test_feature_cache.py::test_feature_cache_latents_equal_those_of_diffusers")],

@@ -42,8 +42,9 @@ torchao means weights that [torchao](../guides/quantization.md) has quantized. "
 [adapters](../guides/adapters.md) in the layout of diffusers, and "LoRA of other tools" those of kohya, ComfyUI or
 the model's makers.""",
     "Memory and acceleration": """\
-[Offload](../guides/devices.md) needs a GPU. The tests of offload compare with a CPU in its place. On the H100,
-offload ran with FLUX of real width and few blocks. The [feature cache](../guides/caches.md) needs
+[Offload](../guides/devices.md) needs a GPU. The tests of offload compare with a CPU in its place, or on a pretended
+GPU, which computes on the CPU. On the H100, offload ran with FLUX of real width and few blocks. The
+[feature cache](../guides/caches.md) needs
 `--batching batched`. In Stable Diffusion 3 and XL and Z-Image the transformer does not support it, and such a
 request fails.
 FLUX.2 klein, Krea 2 and other pipelines do not read the parameter.""",

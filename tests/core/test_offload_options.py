@@ -6,7 +6,7 @@ import pytest
 
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.offload_options import check_offload, offload_of, offloads_any
+from unfuse.core.offload_options import check_offload, offload_of, offloaded
 
 COMPONENTS = "text_encoder", "transformer", "vae"
 
@@ -25,7 +25,9 @@ COMPONENTS = "text_encoder", "transformer", "vae"
 )
 def test_offload_of_a_component_is_its_own_value_or_that_of_all(text: str, expected: tuple[str, ...]) -> None:
     assert tuple(offload_of(text, component) for component in COMPONENTS) == expected
-    assert offloads_any(text, COMPONENTS) is (text != "none")
+    assert offloaded(text, COMPONENTS) == [
+        component for component, how in zip(COMPONENTS, expected, strict=True) if how != "none"
+    ]
     check_offload(text, COMPONENTS)
 
 
@@ -38,6 +40,10 @@ def test_malformed_value_raises_usage_error_with_the_choices(text: str) -> None:
 def test_unknown_component_raises_error_with_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown component 'unet'; known are text_encoder, transformer, vae"):
         check_offload("model,unet=none", COMPONENTS)
+
+
+def test_components_without_weights_are_not_offloaded() -> None:
+    assert offloaded("model", ("scheduler", "text_encoder_2", "tokenizer_2")) == ["text_encoder_2"]
 
 
 def test_offload_changes_no_numerics() -> None:

@@ -175,6 +175,13 @@ def test_undivided_model_spec_is_read_without_torch(folders: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(folders / "sd")], check=True)
 
 
+def test_components_that_stay_on_the_device_are_parsed_from_pipeline_source() -> None:
+    """Those of the class, and of the classes from which it is derived."""
+    names = ("StableDiffusionPipeline", "StableUnCLIPPipeline", "PixArtAlphaPipeline")
+    found = [declared_pipeline(name) for name in names]
+    assert [one and one.not_offloaded for one in found] == [("safety_checker",), ("prior", "image_normalizer"), ()]
+
+
 @pytest.mark.parametrize(
     ("name", "medium", "loras"),
     [

@@ -109,7 +109,10 @@ class Cuda:
         }
 
     def _of_cuda(self) -> dict[str, Any]:
-        registers = {name: self._recorder(name, 0) for name in ("cudaHostRegister", "cudaHostUnregister")}
+        registers = {
+            "cudaHostRegister": lambda address, size, flags: self._gpus.memory.register(address, size),
+            "cudaHostUnregister": self._gpus.memory.unregister,
+        }
         return self._of_both() | {
             "is_initialized": lambda: True,
             "init": lambda: None,

@@ -54,7 +54,9 @@ class DeviceFunctions(TorchFunctionMode):
             Tensor.is_cpu.__get__: lambda args, kwargs: device_of(args[0]).type == "cpu",
             Tensor.get_device: lambda args, kwargs: -1 if (index := device_of(args[0]).index) is None else index,
             Tensor.is_pinned: lambda args, kwargs: self._memory.is_pinned(args[0]),
-            Tensor.pin_memory: lambda args, kwargs: self._pinned(args[0].clone()),
+            Tensor.pin_memory: lambda args, kwargs: (
+                args[0] if self._memory.is_pinned(args[0]) else self._pinned(args[0].clone())
+            ),
             Tensor.record_stream: lambda args, kwargs: self._records.call("record_stream"),
             Tensor.to: self._to,
             Tensor.cuda: self._to_cuda,

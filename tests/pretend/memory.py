@@ -19,6 +19,9 @@ KIND = "cuda"
 #: Names of the attributes of a storage.
 DEVICE, PINNED = "pretended_device", "pretended_pinned"
 
+#: The number of CUDA's error cudaErrorMemoryAllocation.
+OUT_OF_MEMORY = 2
+
 
 def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
     """All tensors of these values: of lists, tuples and dictionaries too."""
@@ -53,6 +56,10 @@ class DeviceMemory:
         self.peak, self.reserved = Counter[str](), Counter[str]()
         #: Bytes of host memory that were pinned, all together.
         self.pinned = 0
+        #: The sizes of host memory that is registered with the driver, by address.
+        self.registered = dict[int, int]()
+        #: The most bytes that the driver registers, all together; None: any.
+        self.registrable: int | None = None
         self._held = Counter[str]()
         self._changes = deque[tuple[str, int]]()  # finalizers run anywhere, also while the lock is held: they append
         self._lock = threading.RLock()
@@ -87,7 +94,23 @@ class DeviceMemory:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
-            return has_storage(tensor) and hasattr(tensor.untyped_storage(), PINNED)
+            if not has_storage(tensor):
+                return False
+            address = tensor.data_ptr()
+            registered = any(start <= address < start + size for start, size in self.registered.items())
+            return registered or hasattr(tensor.untyped_storage(), PINNED)
+
+    def register(self, address: int, size: int) -> int:
+        """Pin host memory where it is. Returns CUDA's error, 0 for none."""
+        if self.registrable is not None and sum(self.registered.values()) + size > self.registrable:
+            return OUT_OF_MEMORY
+        assert address not in self.registered, "CUDA refuses memory that is registered already"
+        self.registered[address] = size
+        return 0
+
+    def unregister(self, address: int) -> int:
+        self.registered.pop(address)
+        return 0
 
     def held(self) -> dict[str, int]:
         """The bytes of tensors that exist, by device."""

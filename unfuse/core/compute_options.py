@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.offload_options import offloads_any
+from unfuse.core.offload_options import offloaded
 from unfuse.core.plan import ROLE_GROUPS, StageSpec
 
 PARALLEL_KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
@@ -218,11 +218,13 @@ def refuse(spreads: Mapping[str, ParallelDegrees], stages: Iterable[StageSpec], 
     """
     stages = list(stages)
     for role, spread in spreads.items():
-        components = {name for stage in stages if stage.role == role for name in stage.components}
+        components = dict.fromkeys(name for stage in stages if stage.role == role for name in stage.components)
         splits = any(kind in spread.degrees for kind in WEIGHT_SPLITTING_KINDS)
-        if splits and offloads_any(offload, components):
+        if splits and (moved := offloaded(offload, components)):
+            exceptions = ",".join(f"{component}=none" for component in moved)
             raise UsageError(
-                f"--parallel {role}={spread} cannot be combined with --offload {offload}: leave one of them out"
+                f"--parallel {role}={spread} cannot be combined with --offload {offload}: leave one of them out, or "
+                f"add {exceptions} to --offload"
             )
         allowed_by_stage = [stage.parallelism for stage in stages if stage.role == role]
         if not allowed_by_stage:

@@ -10,6 +10,9 @@ from unfuse.core.errors import ConfigError, UsageError
 Offload = Literal["none", "model", "sequential"]
 """A component stays on the device (none), or moves there as a whole (model), or layer by layer (sequential)."""
 
+WITHOUT_WEIGHTS = "scheduler", "tokenizer", "processor", "image_processor", "feature_extractor"
+"""How the names of components begin that have no weights, such as `tokenizer_2`."""
+
 
 def parse_offload(text: str) -> tuple[Offload, dict[str, Offload]]:
     """Return the offload of all components by `--offload`, and that of single ones.
@@ -40,13 +43,17 @@ def offload_of(text: str, component: str) -> Offload:
     return named.get(component, default)
 
 
-def offloads_any(text: str, components: Iterable[str]) -> bool:
-    """Return whether any of these components is offloaded. Raises UsageError."""
-    return any(offload_of(text, component) != "none" for component in components)
+def offloaded(text: str, components: Iterable[str]) -> list[str]:
+    """Return those of these components whose weights are offloaded. Raises UsageError."""
+    with_weights = (component for component in components if not component.startswith(WITHOUT_WEIGHTS))
+    return [component for component in with_weights if offload_of(text, component) != "none"]
 
 
 def check_offload(text: str, components: Collection[str]) -> None:
-    """Raise ConfigError if `--offload` names a component that no model has, and UsageError if it is malformed."""
+    """Raise ConfigError if `--offload` names a component that no model has.
+
+    Raises UsageError if it is malformed.
+    """
     _, named = parse_offload(text)
     if unknown := sorted(named.keys() - components):
         raise ConfigError(f"--offload {text}: unknown component {unknown[0]!r}; known are {', '.join(components)}")

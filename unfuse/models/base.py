@@ -122,7 +122,7 @@ class Family(ABC):
         """
 
     def not_offloaded(self, folder: ModelFolder) -> Collection[str]:
-        """Return the components that stay on the device whatever `--offload` says."""
+        """Return the components that stay on the device with any `--offload`."""
         return ()
 
     @abstractmethod
@@ -433,7 +433,7 @@ class Loader:
 
             parallelize(model, plan, runtime.mesh)
         mapped.copy_out(resident_tensors(model))
-        model = self._place(model, offload)
+        model = self._place(model, offload, is_shared=bool(runtime.group))
         self._report_load(component, start, sum(map(packed_bytes, resident_tensors(model))))
         return model
 
@@ -520,7 +520,7 @@ class Loader:
         self._report_load(component, start, self.folder.size(component))
         return loaded
 
-    def _place(self, model: Any, offload: Offload) -> Any:
+    def _place(self, model: Any, offload: Offload, *, is_shared: bool) -> Any:
         """Return the model on the device, or offloaded until it runs there."""
         if offload == "none":
             return move_to(model, self.device)
@@ -528,7 +528,7 @@ class Loader:
             raise ConfigError(f"--offload {offload} needs a GPU: on a CPU, weights are in host memory anyway")
         from unfuse.weights.offload import offload_model
 
-        return offload_model(model, self.device, offload)
+        return offload_model(model, self.device, offload, is_shared=is_shared)
 
     def _load(
         self, component: str, options: dict[str, Any], select_part: Callable[[Any], Any] | None, path: Path | None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from unfuse.core.errors import PermanentError
 
 #: The name of diffusers' hook on the first block of a transformer.
 LEADER = "fbc_leader_block_hook"
+#: The name of diffusers' hook that finds the order of layers, in the first forward of a sequentially offloaded model.
+FINDS_ORDER = "lazy_prefetch_group_offloading"
 #: A threshold below every difference: no block is skipped, so the result is exact.
 NEVER = -1.0
 #: The cached block outputs of one request: for each transformer (by index), diffusers' states by forward name.
@@ -30,6 +33,8 @@ class FeatureCache:
     def __init__(self, transformers: Sequence[Any]) -> None:
         self._transformers = transformers
         self._hooks: list[tuple[Any, Any]] = []
+        # Transformers whose next forward removes hooks of offload, and disconnects those of the cache.
+        self._disconnecting: list[Any] = []
 
     def install(self) -> None:
         """Install the hooks. Raises PermanentError for a transformer that cannot skip its blocks."""
@@ -46,6 +51,7 @@ class FeatureCache:
             registries = (getattr(module, "_diffusers_hook", None) for module in transformer.modules())
             leader = next(hook for registry in registries if registry and (hook := registry.get_hook(LEADER)))
             self._hooks.append((transformer, leader))
+            self._disconnecting += [transformer] if _finds_order(transformer) else []
 
     @contextmanager
     def use_memory(self, memory: Memory | None, threshold: float, forward: str) -> Iterator[None]:
@@ -55,6 +61,9 @@ class FeatureCache:
         residual up to which the other blocks are skipped. `forward`: the name under which residuals are stored.
         The hooks have no residuals afterwards: those of an idle worker would occupy device memory.
         """
+        for transformer in [model for model in self._disconnecting if not _finds_order(model)]:
+            _reconnect_hooks(transformer)
+            self._disconnecting.remove(transformer)
         try:
             with ExitStack() as contexts:
                 for number, (transformer, hook) in enumerate(self._hooks):
@@ -66,3 +75,23 @@ class FeatureCache:
         finally:
             for _, hook in self._hooks:
                 hook.state_manager._state_cache = {}
+
+
+def _finds_order(transformer: Any) -> bool:
+    """Return whether the next forward finds the order of layers for sequential offload."""
+    registry = getattr(transformer, "_diffusers_hook", None)
+    return registry is not None and registry.get_hook(FINDS_ORDER) is not None
+
+
+def _reconnect_hooks(transformer: Any) -> None:
+    """Let the cache's hooks run again that diffusers disconnected from their modules.
+
+    When diffusers removes a hook, it replaces the forward of the next one, which is lost if it has one of its own.
+    """
+    for module in transformer.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for hook in registry.hooks.values() if registry else ():
+            new_forward, reference = getattr(hook, "new_forward", None), hook.fn_ref
+            if new_forward and getattr(reference.forward, "func", None) != new_forward:
+                reference.original_forward = reference.forward
+                reference.forward = partial(new_forward, module)

@@ -14,17 +14,26 @@ from diffusers.hooks import apply_group_offloading
 
 from unfuse.core.offload_options import Offload
 from unfuse.parallel.devices import EXCHANGES
+from unfuse.weights.pinned import pin_weights
 
 
-def offload_model(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn.Module:
+def offload_model(
+    model: torch.nn.Module, device: torch.device, how: Offload, *, is_shared: bool = False
+) -> torch.nn.Module:
     """Offload a loaded model to host memory, to run on the device, and return it.
 
     With `model`, all its weights move to the device when it runs, and stay until another model runs there. With
     `sequential`, its layers move one at a time, the next while one runs. A VAE always moves as a whole: it is small,
     and its `decode` does not show the order of its layers.
+
+    `is_shared`: the weights are in memory that ranks share, and stay there. Others move to pinned memory.
     """
+    if is_shared:
+        pinned = device.type in EXCHANGES and all(tensor.is_pinned() for tensor in model.parameters())
+    else:
+        pinned = pin_weights(model, device)
     if how == "sequential" and not hasattr(model, "decode"):
-        apply_group_offloading(model, device, offload_type="leaf_level", use_stream=device.type in EXCHANGES)
+        apply_group_offloading(model, device, offload_type="leaf_level", use_stream=pinned)
         return model
 
     hook = _OffloadHook(model, _shared_device(device))
@@ -56,9 +65,8 @@ class _OffloadHook(ModelHook):  # type: ignore[misc]
     """
 
     def __init__(self, model: torch.nn.Module, device: _Device) -> None:
-        pin = device.device.type in EXCHANGES
         self._tensors = [*model.parameters(), *model.buffers()]
-        self._host_data = [tensor.data.pin_memory() if pin else tensor.data for tensor in self._tensors]
+        self._host_data = [tensor.data for tensor in self._tensors]
         self._device = device
         #: The device on which the model runs. Pipelines of diffusers read it.
         self.execution_device = device.device

@@ -134,7 +134,9 @@ def map_from(model: torch.nn.Module, file: Path) -> None:
         weights[name].data = memory[start:end].view(weights[name].dtype).view(weights[name].shape)
 
     if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+        from unfuse.weights.pinned import register
+
+        register(memory, torch.device("cuda"), type(model).__name__)
 
 
 class MappedTensors:

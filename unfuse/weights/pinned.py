@@ -1,0 +1,99 @@
+"""Pinned host memory for offloaded weights: one buffer for each component, which the GPU reads in place.
+
+Copies from pinned memory to a GPU overlap with computing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import weakref
+from contextlib import suppress
+
+import structlog
+import torch
+
+from unfuse.arena.limits import readable_bytes
+from unfuse.parallel.devices import EXCHANGES
+
+log = structlog.get_logger(__name__)
+
+#: Bytes at whose multiples tensors start, as in memory of torch's own.
+ALIGNMENT = 256
+
+
+def pin_weights(model: torch.nn.Module, device: torch.device) -> bool:
+    """Move a model's weights into one buffer of host memory, and pin it.
+
+    Returns whether it is pinned. Weights that several layers share are there once. torch's own pinning rounds every
+    tensor up to a power of two.
+    """
+    if device.type not in EXCHANGES:
+        return False
+    starts = dict[tuple[object, ...], int]()
+    size = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        if _identity(tensor) not in starts:
+            starts[_identity(tensor)] = size
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+    name = type(model).__name__
+    memory = _host_memory(size or ALIGNMENT, device)
+    copied = dict[tuple[object, ...], torch.Tensor]()
+    for tensor in (*model.parameters(), *model.buffers()):
+        identity = _identity(tensor)
+        if identity not in copied:
+            copied[identity] = _copy_into(memory, starts[identity], tensor.data)
+        tensor.data = copied[identity]  # frees what the model was loaded into, one tensor at a time
+
+    if device.type != "cuda":
+        return memory.is_pinned()
+    if not register(memory, device, name):
+        return False
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    weakref.finalize(model, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return True
+
+
+def register(memory: torch.Tensor, device: torch.device, name: str) -> bool:
+    """Pin a buffer where it is, by the driver of CUDA or ROCm.
+
+    Returns whether it is pinned. If the driver refuses, the buffer stays pageable, and a warning has the reason.
+    `name`: what it is of.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if not (error := int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))):
+        return True
+    with suppress(RuntimeError):  # CUDA reports a refusal once more, by the next kernel that is launched
+        torch.ones(1, device=device)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    log.warning(
+        "weights not pinned",
+        model=name,
+        size=readable_bytes(memory.nbytes),
+        error=error,
+        locked_memory="unlimited" if limit == resource.RLIM_INFINITY else readable_bytes(limit),
+        reason="the driver refused it: copies to the GPU do not overlap with computing; raise the limit of locked "
+        "memory (ulimit -l), or free host memory",
+    )
+    return False
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for tensors with the same data."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _host_memory(size: int, device: torch.device) -> torch.Tensor:
+    """Return a new buffer, uint8 (size,), for CUDA in pages of its own."""
+    if device.type != "cuda":
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _copy_into(memory: torch.Tensor, start: int, data: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to this byte of the buffer. Returns it there, with its strides."""
+    strides = torch.empty_like(data, device="meta").stride()  # without gaps or overlaps
+    place = memory[start : start + data.nbytes].view(data.dtype).as_strided(data.shape, strides)
+    return place.copy_(data)
