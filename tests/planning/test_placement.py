@@ -292,6 +292,12 @@ def test_out_of_memory_error_suggests_adding_shard_to_parallel() -> None:
         assert "with --parallel" not in text
 
 
+def test_ranks_must_fit_on_the_smallest_of_their_gpus() -> None:
+    want = spread("ring:2", place="encoder=cpu,denoiser=cuda:0+cuda:1,decoder=cpu")
+    assert place_workers(NEEDS, want, gpus(80, 25))
+    assert "the models do not fit: cuda:1 would need" in refusal(NEEDS, want, gpus(80, 24))
+
+
 def test_ranks_are_placed_on_the_named_devices() -> None:
     placed = place_workers(
         NEEDS, spread("ring:2", place="denoiser=cuda:2+cuda:0,denoiser=cuda:1+cuda"), gpus(90, 80, 80)

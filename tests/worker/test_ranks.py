@@ -342,15 +342,20 @@ def test_ranks_agree_and_start_only_tasks_that_all_can_start(said: list[list[Any
 
 
 @pytest.mark.parametrize(
-    ("outcome", "pools"),
+    ("outcome", "pools", "difference"),
     [
-        ({"torch": "3", "device": "cpu"}, ["denoise:a"]),
-        ({"torch": "2", "device": "cuda"}, ["denoise:a"]),
-        ({"torch": "2", "device": "cpu"}, ["denoise:b"]),
+        ({"torch": "3", "device": "A100"}, ["denoise:a"], "torch is '3', not '2'"),
+        (
+            {"torch": "2", "device": "L4"},
+            ["denoise:a"],
+            "device is 'L4', not 'A100': ranks need GPUs of one model, so name such GPUs by --device or --place",
+        ),
+        ({"device": "A100"}, ["denoise:a"], "torch is 'missing', not '2'"),
+        ({"torch": "2", "device": "A100"}, ["denoise:b"], "its weights differ"),
     ],
-    ids=["version", "device", "weights"],
+    ids=["version", "device", "library", "weights"],
 )
-def test_ranks_with_different_numerics_do_not_start(outcome: dict[str, str], pools: list[str]) -> None:
+def test_ranks_with_different_numerics_do_not_start(outcome: dict[str, str], pools: list[str], difference: str) -> None:
     class Others:
         def exchange(self, own: bytes) -> list[bytes]:
             return [own, own, other]
@@ -363,8 +368,8 @@ def test_ranks_with_different_numerics_do_not_start(outcome: dict[str, str], poo
 
     other = b""
     _check_agreement(Listens(), outcome, pools)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rank 2 does not compute the same results as rank 0"):
-        _check_agreement(Others(), {"device": "cpu", "torch": "2"}, ["denoise:a"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"rank 2 does not compute the same results as rank 0: {difference}$"):
+        _check_agreement(Others(), {"device": "A100", "torch": "2"}, ["denoise:a"])  # type: ignore[arg-type]
     _check_agreement(None, outcome, pools)
 
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.protocol import peer_of
-from unfuse.core.codec import encode
+from unfuse.core.codec import decode, encode
 from unfuse.core.compute_options import worker_parallelism
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.model_spec import ModelSpec
@@ -47,6 +47,9 @@ from unfuse.worker.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from unfuse.parallel.group import Group
+
+#: What ranks compare: their sorted numerics and pools.
+AGREED = tuple[list[tuple[str, str]], list[str]]
 
 log = structlog.get_logger(__name__)
 
@@ -208,12 +211,19 @@ def _join_group(load: messages.LoadModels) -> Group | None:
 
 
 def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Collection[str]) -> None:
-    """Raise ConfigError if another rank would make other bytes: another version, or other weights."""
+    """Raise ConfigError if another rank would make other bytes: another GPU, version, or other weights."""
     encoded = group.exchange(encode((sorted(numerics.items()), sorted(pools)))) if group else []
-    if differing := [rank for rank, data in enumerate(encoded) if data != encoded[0]]:
-        raise ConfigError(
-            f"rank {differing[0]} does not compute the same results as rank 0: devices, versions or weights differ"
-        )
+    differing = next((rank for rank, data in enumerate(encoded) if data != encoded[0]), None)
+    if differing is None:
+        return
+    first, other = (dict(decode(encoded[rank], AGREED)[0]) for rank in (0, differing))
+    names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+    differences = [f"{name} is {other.get(name, 'missing')!r}, not {first.get(name, 'missing')!r}" for name in names]
+    advice = ": ranks need GPUs of one model, so name such GPUs by --device or --place" if "device" in names else ""
+    raise ConfigError(
+        f"rank {differing} does not compute the same results as rank 0: "
+        f"{', '.join(differences) or 'its weights differ'}{advice}"
+    )
 
 
 def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, ModelSpec, Path]]:
