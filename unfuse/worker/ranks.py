@@ -92,7 +92,8 @@ class Ranks:
             with self._others.together():
                 yield
         finally:
-            self._stepped_s += time.monotonic() - began - self.exchange_s + exchange_s_before
+            # exchanges on a GPU are known later, and may be those of the step before
+            self._stepped_s += max(0.0, time.monotonic() - began - self.exchange_s + exchange_s_before)
 
     def variant_function(self, differing_row: int | None, find_function: Callable[[int], str]) -> str:
         """Return the function that makes a batch differ; "" if it differs on no rank.
