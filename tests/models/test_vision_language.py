@@ -183,6 +183,16 @@ def film(frames: Sequence[Path], folder: Path) -> tuple[dict[str, Any], list[Pat
     return {"type": "video_url", "video_url": {"url": data_url(folder / "film.mp4")}}, decoded
 
 
+@pytest.mark.parametrize("frames", [2, 3])
+def test_video_shorter_than_a_group_of_frames_is_sampled_whole(frames: int) -> None:
+    """The last frame is repeated up to a whole group."""
+    bounds = PixelBounds(1, 1 << 30)
+    vision = VisionConfig(1, 2, 3, 4, 14, 2, 4, bounds, bounds)
+    sampled = vision.sample_frames(frames, 25.0)
+    assert sampled == [*range(frames)]
+    assert vision.frame_times(sampled, 25.0) == [(frames - 1) / 50]
+
+
 @given(frames=st.integers(2, 3000), rate=st.floats(1, 120), most=st.integers(2, 800))
 def test_video_frames_are_sampled_as_in_transformers(frames: int, rate: float, most: int) -> None:
     """The formulas of its video processors, which need torchvision."""

@@ -325,8 +325,8 @@ def test_out_of_memory_error_suggests_adding_shard_to_parallel() -> None:
 
 def test_ranks_must_fit_on_the_smallest_of_their_gpus() -> None:
     want = spread("ring:2", place="encoder=cpu,denoiser=cuda:0+cuda:1,decoder=cpu")
-    assert place_workers(NEEDS, want, gpus(80, 30))
-    assert "the models do not fit: cuda:1 would need" in refusal(NEEDS, want, gpus(80, 20))
+    assert place_workers(NEEDS, want, gpus(80, 25))
+    assert "the models do not fit: cuda:1 would need" in refusal(NEEDS, want, gpus(80, 24))
 
 
 def test_ranks_are_placed_on_the_named_devices() -> None:

@@ -139,9 +139,10 @@ def test_unsupported_content_type_returns_415(http: httpx2.Client) -> None:
     assert "application/json" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("coding", ["gzip", "gzip, br", "identity,GZIP"])
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x"])
-def test_compressed_body_returns_415(http: httpx2.Client, kind: str) -> None:
-    headers = {"content-type": kind, "content-encoding": "gzip"}
+def test_compressed_body_returns_415(http: httpx2.Client, kind: str, coding: str) -> None:
+    headers = {"content-type": kind, "content-encoding": coding}
     response = http.post("/v1/images/edits", content=gzip.compress(json.dumps(ASKED).encode()), headers=headers)
     assert response.status_code == 415
     assert "without Content-Encoding" in response.json()["error"]["message"]

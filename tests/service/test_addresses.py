@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from unfuse.cli.doctor import _ports
 from unfuse.cli.exit_codes import exit_code
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.service import addresses
@@ -217,3 +218,31 @@ def test_connect_instructions_name_only_existing_key_files(files: list[str], nam
 
     assert line.startswith(f"workers on other machines: {named.replace('FOLDER', str(tmp_path))} secret, to")
     assert bare.startswith("workers on other machines: copy the worker.key that was made together")
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "external"),
+    [
+        ("10.1.2.3", "tcp://0.0.0.0:7000", "tcp://10.1.2.3:7000"),
+        ("10.1.2.3", "tcp://[::]:7000", "tcp://10.1.2.3:7000"),
+        ("fd00::7", "tcp://[::]:7000", "tcp://[fd00::7]:7000"),
+        ("", "tcp://[::]:7000", "tcp://HOST:7000"),
+        ("", "tcp://0.0.0.0:7000", "tcp://HOST:7000"),
+        ("10.1.2.3", "tcp://[fd00::]:7000", "tcp://[fd00::]:7000"),
+        ("10.1.2.3", "tcp://10.0.0.0.0:7000", "tcp://10.0.0.0.0:7000"),
+    ],
+)
+def test_address_of_all_interfaces_is_shown_as_other_machines_reach_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, address: str, external: str
+) -> None:
+    def towards(address: str) -> str:
+        if not host:
+            raise ConfigError("there is no route")
+        return host
+
+    monkeypatch.setattr(addresses, "host_towards", towards)
+    assert addresses.external_address(address) == external
+
+
+def test_path_of_a_unix_socket_is_no_port_to_check() -> None:
+    assert _ports(["unix:///run/a:8000", "tcp://[::]:7000", "tcp://127.0.0.1:7001"]) == [7000, 7001]

@@ -110,11 +110,24 @@ def test_old_partially_written_files_are_removed(unfuse: Run, place: Path) -> No
     assert removed(unfuse) == dict.fromkeys((str(old), str(met)), "a partially written file")
 
 
-def test_spilled_objects_are_removed_if_no_worker_runs(
-    unfuse: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("store", ["RESULTS", "STORE", "DURABLE"])
+def test_store_whose_path_has_a_plus_is_cleaned(
+    unfuse: Run, place: Path, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
-    spill, object = place / "spill", place / "spill" / "objects" / "worker" / "req" / "object"
-    (place / "spill" / "copies").mkdir(parents=True)
+    old = place / "a+b" / f"req_{'0' * 32}" / f".0.{'a' * 16}"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"half")
+    os.utime(old, (OLD, OLD))
+    monkeypatch.setenv(f"UNFUSE_SERVE__{store}", f"disk:{place}/a+b")
+    assert removed(unfuse) == {str(old): "a partially written file"}
+
+
+@pytest.mark.parametrize("name", ["spill", "a+b"])
+def test_spilled_objects_are_removed_if_no_worker_runs(
+    unfuse: Run, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spill, object = place / name, place / name / "objects" / "worker" / "req" / "object"
+    (spill / "copies").mkdir(parents=True)
     object.parent.mkdir(parents=True)
     object.write_bytes(b"x" * 5000)
     monkeypatch.setenv("UNFUSE_SERVE__STORE", f"spill:shared_memory+disk:{spill}")

@@ -104,7 +104,8 @@ def doctor(
 
 def _ports(addresses: Iterable[str]) -> list[int]:
     """Return the ports of the TCP addresses among these."""
-    return [int(port) for address in addresses if (port := address.rpartition(":")[2]).isdecimal()]
+    ports = (address.rpartition(":")[2] for address in addresses if address.startswith("tcp://"))
+    return [int(port) for port in ports if port.isdecimal()]
 
 
 def _plan_facts(plan: ServingPlan, data_dir: str) -> dict[str, Any]:

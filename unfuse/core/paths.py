@@ -1,4 +1,4 @@
-"""User paths with `~`, and texts without the paths of this machine."""
+"""User paths with `~`, private folders and files, and texts without the paths of this machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ def expand_path(path: str | Path) -> Path:
     Without that user, or without a home folder, the path is unchanged, and then names nothing.
     """
     return Path(os.path.expanduser(path))
+
+
+def create_private_folder(folder: Path) -> None:
+    """Create a folder and its missing parents, which only this user can enter.
+
+    Existing folders stay as they are.
+    """
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)  # raises for a file in its place
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open a file that only this user can read and write if it is new: an `opener` of `open`."""
+    return os.open(path, flags, 0o600)
 
 
 # Absolute paths in quotes may have spaces. Without quotes, a final dot belongs to the sentence.

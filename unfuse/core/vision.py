@@ -147,6 +147,7 @@ class VisionConfig(msgspec.Struct, frozen=True):
         count = (
             int(min(max(target_frames, min_frames), max_frames // self.group * self.group)) // self.group * self.group
         )
+        count = max(count, min(frames, self.group))  # a video shorter than a group: its last frame is repeated
         return [index * frames // count for index in range(count)]
 
     def frame_times(self, frame_numbers: Sequence[int], rate: float) -> list[float]:

@@ -25,6 +25,7 @@ from unfuse.models.base import READ_ERRORS, DiffusersFamily, Loader
 from unfuse.models.declared import call_defaults, frame_rate
 from unfuse.stages.base import NEGATIVE, Stage, guidance_scale, need
 from unfuse.stages.device_copies import to_device
+from unfuse.stages.noise import draw_noise
 from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, TEXT_ENCODE
 from unfuse.weights.folder import ModelFolder
 
@@ -235,10 +236,7 @@ class FlowDenoiser:
 
     def sample_noise(self, params: Params, generator: torch.Generator) -> Tensor:
         """Return noise in the shape of the request's latents."""
-        import torch
-
-        dtype = self.noise_dtype(params)
-        return torch.randn(self._sizes(params), generator=generator, device=generator.device, dtype=dtype)
+        return draw_noise(self._sizes(params), generator, self.noise_dtype(params))
 
     def constants(self, params: Params, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return {}: the transformer needs no further inputs."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,8 +31,11 @@ from unfuse.core.compute_options import OVERLAY_KINDS, PARALLEL_KINDS, ParallelD
 from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, UnsupportedRequest
 from unfuse.core.retries import rule_of
 from unfuse.parallel.devices import EXCHANGES, set_current
+from unfuse.parallel.exchange_times import ExchangeTimes
 
 T = TypeVar("T")
+
+CPU = torch.device("cpu")
 
 #: The network interface on which gloo listens. Loopback, because all ranks are processes of one machine.
 LOOPBACK = "lo"
@@ -73,8 +75,6 @@ class Group:
 
     #: The folder of the rendezvous file.
     folder: Path
-    #: Seconds spent in exchanges so far.
-    waited_s: float
     #: The most time that an exchange may take.
     limit: timedelta
 
@@ -83,7 +83,7 @@ class Group:
         self.size = size
         self.device = torch.device(device)
         self.folder = Path(rendezvous).parent
-        self.waited_s = 0.0
+        self._times = ExchangeTimes(self.device)
         self.limit = timedelta(seconds=limit_s)
         self._has_met = True  # whether the ranks have met in the current step; True outside of steps
 
@@ -154,18 +154,21 @@ class Group:
                 cause, message = failure
                 raise _RemoteError(ERRORS.get(cause, RankFailed)(f"rank {rank}: {message}"))
 
-    def wait(self, exchange: Callable[[], T]) -> T:
-        """Run an exchange and return its result. If it fails, this process exits.
+    @property
+    def waited_s(self) -> float:
+        """Seconds of exchanges that are known to be done; those of a GPU are known a little later."""
+        return self._times.seconds
+
+    def wait(self, exchange: Callable[[], T], device: torch.device = CPU) -> T:
+        """Run an exchange of tensors of this device, and return its result. If it fails, this process exits.
 
         After a failed exchange it is unknown which ranks have its data.
         """
-        started = time.monotonic()
         try:
-            return exchange()
+            with self._times.measure(device):
+                return exchange()
         except RuntimeError as error:
             self._exit(f"an exchange with other ranks failed: {str(error).splitlines()[0]}")
-        finally:
-            self.waited_s += time.monotonic() - started
 
     def _exit(self, reason: str) -> NoReturn:
         """Exit immediately, because an orderly exit would wait for other ranks."""
@@ -269,7 +272,8 @@ class Axis:
         """
         sent = tensor.contiguous()
         received = sent.new_empty(self.size, *sent.shape)
-        self._wait(lambda: dist.all_gather([*received.unbind(0)], sent, group=self._process_group))
+        flat = received.flatten(), sent.flatten()  # views; a list of parts would be copied once more
+        self._wait(lambda: dist.all_gather_into_tensor(*flat, group=self._process_group))
         return received
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -326,7 +330,7 @@ class Axis:
     def _wait(self, exchange: Callable[[], T]) -> T:
         """Run an exchange, after all ranks have reached their first one of the step."""
         self.group.meet()
-        return self.group.wait(exchange)
+        return self.group.wait(exchange, self.group.device)
 
 
 def trim_heap() -> None:

@@ -27,6 +27,9 @@ from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim
 #: products of fewer rows round differently, too.
 ROWS, FEW = 8, 16
 
+#: torch's attention kernel for GPUs reads a bias in groups of this many numbers.
+BIAS_ALIGNMENT = 8
+
 #: The dimension of tokens in the tensors of attention: (rows, heads, tokens, width).
 TOKENS = 2
 
@@ -383,9 +386,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
             q, k, v, attn_mask=mask, scale=scale
         )
     else:
-        bias = None if mask is None else mask.expand(*q.shape[:-1], k.shape[-2])
         attended, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, scale=scale
+            q, k, v, None if mask is None else _aligned_bias(mask, q, k), True, scale=scale
         )
 
     log_sum_exp = log_sum_exp[..., : q.shape[-2]].float()  # on GPUs torch pads the queries
@@ -393,3 +395,17 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     if mask is not None:
         log_sum_exp = log_sum_exp.masked_fill(mask.isneginf().all(-1), float("-inf"))
     return attended, log_sum_exp
+
+
+def _aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return a mask as a bias with rows that torch's kernel for GPUs can read, of the same values.
+
+    The kernel needs strides that are multiples of BIAS_ALIGNMENT, except those of dimensions that are repeated.
+    `scaled_dot_product_attention` pads the mask in the same way, before it calls the kernel.
+
+    `mask`: broadcastable to (rows, heads, query tokens, key tokens).
+    Returns (rows, heads, query tokens, key tokens).
+    """
+    tokens = mask.shape[-1]
+    padded = functional.pad(mask.to(q.dtype).contiguous(), (0, -tokens % BIAS_ALIGNMENT))
+    return padded[..., :tokens].expand(*q.shape[:-1], k.shape[-2])

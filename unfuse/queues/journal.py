@@ -22,6 +22,7 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ConfigError, FileInUse, TransientError, UsageError
+from unfuse.core.paths import create_private_folder
 from unfuse.core.request import Event, RequestContext
 from unfuse.core.task import OutputDeltas, Task
 from unfuse.queues.base import SCHEMA_VERSION, DeclaredModels
@@ -122,7 +123,7 @@ class Journal:
         #: All readable declarations at the start, by name.
         self.declared: dict[str, DeclaredModels] = {}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            create_private_folder(path.parent)
             _refuse_remote(path)
             _refuse_foreign(path)
             with ExitStack() as resources:

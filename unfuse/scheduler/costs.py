@@ -25,6 +25,7 @@ from typing_extensions import override
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.modalities import Work
+from unfuse.core.paths import create_private_folder, open_private
 from unfuse.core.plan import ExecutionPlan, declared_pool
 from unfuse.core.request import ColdStart, RequestContext, RequestRecord
 from unfuse.scheduler.observer import Observer
@@ -345,8 +346,9 @@ def _write(path: Path, data: bytes) -> None:
     """Replace a file atomically. An error is logged."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
+        create_private_folder(path.parent)
+        with open(temporary, "wb", opener=open_private) as file:
+            file.write(data)
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):

@@ -204,8 +204,8 @@ def _media_type(request: Request) -> str:
 
     Raises ApiError if the body is compressed.
     """
-    coding = request.headers.get("content-encoding", "").strip().lower()
-    if coding in CODINGS:
+    coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if any(name.strip() in CODINGS for name in coding.split(",")):
         raise ApiError(
             415,
             "unsupported_media_type",

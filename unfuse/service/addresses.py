@@ -192,11 +192,16 @@ def connect_instructions(trusted: Trust, folder: str, addresses: Iterable[str]) 
 def external_address(address: str) -> str:
     """Return a TCP address as other machines reach it.
 
-    0.0.0.0 is replaced by this machine's address, or by the word HOST if there is no route to other machines.
+    0.0.0.0 and [::] are replaced by this machine's address, or by the word HOST if there is no route to other machines.
     """
+    scheme, separator, place = address.partition("://")
+    everywhere = next((host for host in ("0.0.0.0", "[::]") if place.startswith(f"{host}:")), "")
+    if not everywhere:
+        return address
+    host = "HOST"
     with suppress(ConfigError):
-        return address.replace("0.0.0.0", host_towards(address))
-    return address.replace("0.0.0.0", "HOST")
+        host = host_towards(address)
+    return f"{scheme}{separator}{f'[{host}]' if ':' in host else host}{place.removeprefix(everywhere)}"
 
 
 def require_engines(names: Iterable[str]) -> None:

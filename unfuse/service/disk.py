@@ -175,7 +175,7 @@ def clean(settings: Settings) -> list[Remain]:
 
 def _disk_folder(url: str, settings: Settings) -> Path | None:
     """Return the folder of a store, or None if it is not on this machine."""
-    kind, path = url.rpartition("+")[2].partition("?")[0].split(":", 1) if ":" in url else ("", "")
+    kind, _, path = (url.partition("+")[2] if url.startswith("spill:") else url).partition("?")[0].partition(":")
     folder = expand_path(path.replace("DATA_DIR", settings.data_dir))
     return folder if kind == "disk" and folder.is_dir() else None
 

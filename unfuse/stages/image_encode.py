@@ -21,6 +21,7 @@ from unfuse.core.modalities import MASK, UPLOAD
 from unfuse.core.pixels import read_alpha, read_rgb
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors, need
+from unfuse.stages.noise import draw_noise
 
 
 class ImageEncoder(Protocol):
@@ -185,7 +186,9 @@ class Redraw:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         channels_last_moments = moments.clone(memory_format=torch.channels_last)  # the layout that the VAE returns
-        sample = DiagonalGaussianDistribution(channels_last_moments).sample(generator).to(self.dtype)
+        distribution = DiagonalGaussianDistribution(channels_last_moments)
+        noise = draw_noise(distribution.mean.shape, generator, distribution.mean.dtype).to(moments.device)
+        sample = (distribution.mean + distribution.std * noise).to(self.dtype)
 
         shift, scale = self.config.get("shift_factor"), self.config.get("scaling_factor", 0.18215)
         if self.config.get("latents_mean"):

@@ -14,7 +14,7 @@ from tempfile import TemporaryFile
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.core.paths import expand_path
+from unfuse.core.paths import create_private_folder, expand_path
 from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, StoredBlob
 
 #: Values of `fsync` in the URL. None syncs durable blobs only.
@@ -132,8 +132,7 @@ def _make_folder(folder: Path) -> None:
     """Create a folder for its owner only, and sync its entry."""
     if folder.is_dir():
         return
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    create_private_folder(folder)
     _sync_folder(folder.parent)
 
 

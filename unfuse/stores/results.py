@@ -20,7 +20,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.messages import StorageLocations
 from unfuse.core.modalities import MODALITIES
-from unfuse.core.paths import expand_path
+from unfuse.core.paths import create_private_folder, expand_path, open_private
 from unfuse.core.request import ResultFile
 from unfuse.stores import BLOB_STORES
 from unfuse.stores.blobs import BlobStore, StoredBlob, open_blobs
@@ -195,8 +195,8 @@ def store_id(url: str) -> str:
     if not (path := _id_file(url)):
         return ""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError), path.open("x") as file:
+        create_private_folder(path.parent)
+        with suppress(FileExistsError), open(path, "x", opener=open_private) as file:
             file.write(secrets.token_hex(16))
         return path.read_text()
     except OSError:

@@ -23,6 +23,7 @@ import xxhash
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError
+from unfuse.core.paths import create_private_folder, open_private
 
 FILE = "fingerprints.json"  # in the data folder
 
@@ -177,14 +178,15 @@ def add_entry(file: Path, read: Callable[[], dict[str, Any]], entry: str, value:
 
     Other processes may write the file too: it is locked, `read` again, and replaced atomically.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.with_suffix(".lock").open("w") as lock:
+    create_private_folder(file.parent)
+    with open(file.with_suffix(".lock"), "w", opener=open_private) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entries = read()
         entries.pop(entry, None)
         entries[entry] = value
         fresh = file.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(dict([*entries.items()][-MAX_ENTRIES:])))
+        with open(fresh, "wb", opener=open_private) as stream:
+            stream.write(msgspec.json.encode(dict([*entries.items()][-MAX_ENTRIES:])))
         fresh.replace(file)
 
 

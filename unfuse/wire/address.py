@@ -95,7 +95,8 @@ def host_towards(*addresses: str) -> str:
     if not remote_addresses:
         return "127.0.0.1"
     parts = urlsplit(remote_addresses[0])
-    host = OUTSIDE if parts.hostname == "0.0.0.0" else parts.hostname  # of all our addresses, the one that leads out
+    # of all our addresses, the one that leads out; "::" also accepts connections over IPv4
+    host = OUTSIDE if parts.hostname in ("0.0.0.0", "::") else parts.hostname
     try:
         ((family, _, _, _, destination), *_) = socket.getaddrinfo(host, parts.port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

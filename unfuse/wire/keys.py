@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.paths import expand_path
+from unfuse.core.paths import create_private_folder, expand_path
 from unfuse.core.supervisor import LogThrottle
 from unfuse.wire.mailbox import Mailbox
 
@@ -88,7 +88,7 @@ def create_keys(folder: Path) -> None:
     Raises ConfigError if the folder has keys already, or cannot be written.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_private_folder(folder)
         folder.chmod(0o700)
         if existing := [path for side in SIDES if (path := _key_path(folder, side)).exists()]:
             raise ConfigError(f"{existing[0]} is there already, and is not overwritten: name another folder")

@@ -22,6 +22,7 @@ from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientE
 from unfuse.core.messages import AdapterBytes, ChangedFile, FetchAdapter, Rejected
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import split_scaled
+from unfuse.core.paths import create_private_folder
 from unfuse.core.plan import StageSelector, declared_pool, pool_with_numerics
 from unfuse.core.task import Lease
 from unfuse.models import read_model_spec
@@ -388,7 +389,7 @@ class AdapterFetcher:
 
         # Other workers of the machine download into the same folder. Only a verified file gets its final name.
         try:
-            self._download_folder.mkdir(parents=True, exist_ok=True)
+            create_private_folder(self._download_folder)
             with partial_file.open("wb") as stream:
                 while offset < size:
                     answer = await self._link.call(FetchAdapter(name, id, offset))

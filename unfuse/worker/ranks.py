@@ -93,7 +93,8 @@ class Ranks:
             with self._others.together():
                 yield
         finally:
-            self._stepped_s += time.monotonic() - began - self.exchange_s + exchange_s_before
+            # exchanges on a GPU are known later, and may be those of the step before
+            self._stepped_s += max(0.0, time.monotonic() - began - self.exchange_s + exchange_s_before)
 
     def difference(self, is_different: bool) -> str:
         """Return what differs in a batch on any rank; "" if nothing does.
