@@ -458,6 +458,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
             ("run_dir", settings.run_dir),
             ("data_dir", settings.data_dir),
             ("insecure_listen", settings.insecure_listen),
+            ("compute.exact_only", settings.compute.exact_only),
             ("store.orphan_s", settings.store.orphan_s),
             ("worker.workers", ""),
             ("worker.health", ""),
@@ -522,6 +523,7 @@ def worker_specs(
         **({"listen": settings.worker.listen} if settings.worker.listen else {}),
     }
     del common_options["device"]  # each spec has its own
+    del common_options["exact_only"]  # its flag has no value, so it is a variable
 
     environment = {**environment_of(settings), **extra_environment}
     for folder in ("run_dir", "data_dir") if elsewhere else ():
