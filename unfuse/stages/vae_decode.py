@@ -194,10 +194,8 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
         for state in batch:
             state.mode = mode
         with self._modes.use(mode):
-            pixels: Sequence[Tensor] = self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(
-                len(batch)
-            )
-        return pixels
+            pixels = self._decoder.decode(torch.cat([state.grid for state in batch]))
+        return pixels.chunk(len(batch))
 
     def _add_fragment(self, state: VaeDecodeState) -> VaeDecodeState | Exception:
         """Add the next piece of a state to its file."""
