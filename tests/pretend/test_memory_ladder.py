@@ -19,6 +19,8 @@ from unfuse.models.base import RuntimeOptions
 from unfuse.parallel.accelerator import Accelerator
 from unfuse.worker.step_loop import StepLoop
 
+pytestmark = pytest.mark.slow
+
 GPU = "cuda:1"
 
 

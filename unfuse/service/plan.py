@@ -458,13 +458,14 @@ def environment_of(settings: Settings) -> dict[str, str]:
             ("run_dir", settings.run_dir),
             ("data_dir", settings.data_dir),
             ("insecure_listen", settings.insecure_listen),
-            ("compute.exact_only", settings.compute.exact_only),
             ("store.orphan_s", settings.store.orphan_s),
             ("worker.workers", ""),
             ("worker.health", ""),
             ("worker.resources", settings.worker.resources),
             ("buffer.tokens", settings.buffer.tokens),
             *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
+            # flags of this kind have no value
+            *((f"compute.{key}", value) for key, value in asdict(settings.compute).items() if isinstance(value, bool)),
         )
     }
 
@@ -509,7 +510,8 @@ def worker_specs(
     ranks = sum(len(worker.devices) for worker in workers)
     slots = slots_by_role(settings)
     threads = wanted.compute.threads or max(1, host_resources(settings).cores // max(1, ranks))
-    common_options = asdict(wanted.compute) | {
+    valued_options = {name: value for name, value in asdict(wanted.compute).items() if not isinstance(value, bool)}
+    common_options = valued_options | {
         "threads": threads,
         "dtype": "auto",
         "arena": wanted.arena,
@@ -523,7 +525,6 @@ def worker_specs(
         **({"listen": settings.worker.listen} if settings.worker.listen else {}),
     }
     del common_options["device"]  # each spec has its own
-    del common_options["exact_only"]  # its flag has no value, so it is a variable
 
     environment = {**environment_of(settings), **extra_environment}
     for folder in ("run_dir", "data_dir") if elsewhere else ():
