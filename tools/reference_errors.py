@@ -50,6 +50,7 @@ STATUSES = {
     "stage_failed": 500,
     "model_error": 500,
     "handed_back": 500,
+    "out_of_memory": 500,
     "weights_changed": 503,
     "model_failed": 503,
     MODERATION_BLOCKED: 400,

@@ -33,6 +33,10 @@ HALVES = "what was the default happens always"
 MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees.py"
 COUNTED = "one plan says how many workers there are of each role: --workers encoder=1,denoiser=2,decoder=1"
 HELP = "expert settings are in this help only"
+TILED = (
+    "stages say whether they were decoded in tiles for lack of memory, which --exact-only refuses; the numerics of "
+    "workers have a field of this name, too, which is therefore not compared"
+)
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 TOKENS = (
     "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
@@ -199,7 +203,7 @@ RENAMES = Renames(
         ),
     },
     removed={
-        "fields": {"guidance-halves": HALVES},
+        "fields": {"guidance-halves": HALVES, "vae": TILED},
         "metrics": {},
         "labels": {},
         "settings": {
@@ -219,10 +223,10 @@ RENAMES = Renames(
         },
     },
     added={
-        "fields": {},
+        "fields": {"vae": TILED},
         "metrics": {},
         "labels": {},
-        "settings": {},
-        "flags": {"--max-loaded-models": LOADED, "--help-all": HELP},
+        "settings": {"UNFUSE_COMPUTE__EXACT_ONLY": TILED},
+        "flags": {"--max-loaded-models": LOADED, "--help-all": HELP, "--exact-only": TILED, "--no-exact-only": TILED},
     },
 )

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,6 +47,7 @@ T = TypeVar("T")
 POOLS = (*PICTURES.pools().values(), *MOVING.pools().values())
 WORKER = WorkerInfo("worker-1", "node", "all", POOLS, 4, "", 0)
 BROKEN = "a broken circle"
+TILED = "a tiled circle"
 """A prompt that the worker cannot draw."""
 
 NAKED = "a naked circle"
@@ -119,7 +120,8 @@ class Worker:
         files = tuple(self._draw(lease)) if lease.task.planned.final else ()
         timings = Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0, share_s=0.15)
         output = None if lease.task.planned.final else msgspec.structs.replace(object_for(claim), owner=WORKER.id)
-        await self._scheduler.complete(TaskCompleted(claim, output, files, timings), WORKER.id)
+        vae: Any = "tiled" if params["prompt"] == TILED and files else ""
+        await self._scheduler.complete(TaskCompleted(claim, output, files, timings, vae=vae), WORKER.id)
 
     def _steps(self, lease: Lease) -> Iterator[Event]:
         claim, params = lease.claim, lease.task.params

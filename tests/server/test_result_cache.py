@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.server import served as module
-from tests.server.served import MOVING, PICTURES, Served, picture, serve
+from tests.server.served import MOVING, PICTURES, TILED, Served, picture, serve
 from tools.cards import STILL
 from tools.redis_server import RedisServer
 from unfuse.core import checking
@@ -130,6 +130,15 @@ def test_equal_request_is_answered_from_the_cache_under_its_own_id(
     assert [line for line in told.splitlines() if line.startswith("event:")] == ["event: queued", "event: completed"]
     assert '"message":"reused"' in told
     assert thrifty.run(thrifty.queue.stats([])).active == 0
+
+
+def test_tiled_result_is_shown_as_such_and_not_reused(thrifty: Served, http: httpx2.Client) -> None:
+    body = {"model": PICTURES.name, "prompt": TILED, "seed": 5}
+    first, second = made(http, body), made(http, body)
+    assert (first["reused"], second["reused"]) == (None, None)
+    for request in (first, second):
+        *others, decode = request["stages"]
+        assert (decode["vae"], {stage["vae"] for stage in others}) == ("tiled", {None})
 
 
 def test_cached_copy_outlives_the_original_and_is_reused_itself(

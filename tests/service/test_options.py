@@ -103,6 +103,15 @@ def test_worker_of_several_roles_has_the_smallest_number_of_slots(given: tuple[s
     assert [spec.flags["slots"] for spec in worker_specs(plan_service(chosen), chosen.settings, {}, {})] == [slots]
 
 
+@pytest.mark.parametrize("name", ["exact_only", "tf32"])
+def test_options_without_a_value_reach_workers_as_variables(name: str) -> None:
+    """A flag like --exact-only takes no value, so a worker would refuse one."""
+    chosen = serve_options(load({"serve.workers": "all=1", f"compute.{name}": True}, None, {}))
+    (spec,) = worker_specs(plan_service(chosen), chosen.settings, {}, {})
+    assert not {"True", "False"} & {*spec.arguments}
+    assert getattr(load({}, None, spec.environment).settings.compute, name) is True
+
+
 def test_worker_is_started_with_max_loaded_models() -> None:
     chosen = serve_options(load({"serve.workers": "all=1", "worker.max_loaded_models": "1"}, None, {}))
     (spec,) = worker_specs(plan_service(chosen), chosen.settings, {}, {})

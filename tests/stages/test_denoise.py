@@ -131,6 +131,7 @@ class Particular(Constant):
 class Picture:
     """A decoder whose grid is the first three channels it can make of the latents."""
 
+    vae = None
     latents = (1, 2, None, None)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:

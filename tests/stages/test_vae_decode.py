@@ -15,7 +15,7 @@ from torch import Tensor
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages import vae_decode
-from unfuse.stages.base import StageInput
+from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.device_copies import HostCopy
 from unfuse.stages.vae_decode import CausalDecoder, Pixels, VaeDecode, VaeDecodeState
 
@@ -25,6 +25,7 @@ PARAMS: Params = {"output_format": "png"}
 class Same:
     """A decoder whose pixels are its latents."""
 
+    vae = None
     latents = (1, 3, None, None, None)
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ def test_batch_of_equal_size_is_decoded_in_one_call_with_separate_files() -> Non
     decoder = Same()
     stage = VaeDecode(decoder)
     states = [stage.start(task) for task in tasks]
-    assert stage.step(states) == states
+    assert next_states(stage, states) == states
     outputs = [stage.finish(state) for state in states]
 
     assert decoder.calls == [3]
@@ -159,7 +160,7 @@ def test_interleaved_decodes_stream_separate_fragments_and_files() -> None:
     states, parts = [begun(stage, task) for task in tasks], ([b""], [b""])
 
     for number in range(1, 4):
-        assert stage.step(states) == states
+        assert next_states(stage, states) == states
         for state, own in zip(states, parts, strict=True):
             assert stage.progress(state) == (number, 3)
             own.append(stage.video_fragment(state))
@@ -181,7 +182,7 @@ def test_request_failing_mid_decode_does_not_fail_its_batch() -> None:
     states = [begun(stage, StageInput(PARAMS, {"latents": latents})) for latents in (good, bad)]
 
     for _ in range(2):
-        assert stage.step(states) == states
+        assert next_states(stage, states) == states
     assert stage.finish(states[0]).media
     with pytest.raises(PermanentError, match="the decoder produced pixels that are not finite"):
         stage.finish(states[1])
@@ -192,7 +193,7 @@ def test_single_images_of_a_causal_decoder_are_batched() -> None:
     stage = VaeDecode(decoder)
     states = [begun(stage, StageInput(PARAMS, {"latents": torch.rand(1, 3, 1, 8, 8)})) for _ in range(3)]
 
-    assert stage.step(states) == states
+    assert next_states(stage, states) == states
     assert decoder.calls == [3]
     assert [stage.progress(state) for state in states] == [(1, 1)] * 3
 
@@ -203,7 +204,7 @@ def test_non_finite_pixels_fail_only_their_request_in_a_batch(decoder: type[Same
     good, bad = torch.zeros(1, 3, 1, 8, 8), torch.full((1, 3, 1, 8, 8), math.nan)
     states = [stage.start(StageInput(PARAMS, {"latents": latents})) for latents in (bad, good)]
 
-    assert stage.step(states) == states
+    assert next_states(stage, states) == states
     with pytest.raises(PermanentError, match="the decoder produced pixels that are not finite"):
         stage.finish(states[0])
     (picture,) = stage.finish(states[1]).media

@@ -117,5 +117,5 @@ def print_request(request: dict[str, Any], json: bool) -> None:
 
     typer.echo()
     retry_columns = ["failures", "crashes", "recomputes"]
-    columns = ["name", "status", "worker", "attempt", *retry_columns, "queued_s", "run_s"]
+    columns = ["name", "status", "worker", "attempt", *retry_columns, "vae", "queued_s", "run_s"]
     shown.as_table(request.get("stages") or [], columns, "no stage yet")

@@ -412,6 +412,13 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "which need less memory."
         ),
     ] = "whole"
+    exact_only: Annotated[
+        bool,
+        Meta(
+            description="Fail a request whose decode runs out of memory, instead of decoding it in tiles, which change "
+            "pixels."
+        ),
+    ] = False
 
     tf32: Annotated[
         bool,

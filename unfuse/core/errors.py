@@ -164,7 +164,7 @@ class ArenaFull(TransientError):
 
 
 class OutOfMemory(UnfuseError):
-    """A device does not have enough memory for a request, even if it is computed alone.
+    """A request does not fit into the memory of a device, even alone.
 
     With `shared`, other processes use memory of the device: the task may succeed on another worker or later.
     """

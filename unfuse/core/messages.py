@@ -367,6 +367,8 @@ class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
     timings: Timings
     #: The worker's next lease request. It is answered in the same transaction, without waiting for tasks.
     next_request: RequestTasks | None = None
+    #: "tiled": the results were decoded in tiles, because the memory of the device was too small.
+    vae: Literal["", "tiled"] = ""
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
@@ -462,6 +464,8 @@ class Registered(msgspec.Struct, frozen=True, tag=True):
     heartbeat_s: float
     #: Settings that the worker's `ComputeOptions.numerics` must equal, by name. Empty: any settings are allowed.
     required_numerics: dict[str, str] = {}
+    #: Whether the worker's `ComputeOptions.exact_only` must be set.
+    exact_only: bool = False
     #: Version of the scheduler's package.
     version: str = ""
     #: The scheduler's clock, in Unix seconds.

@@ -325,7 +325,7 @@ class DiffusersFamily(Family):
             redraw = self.redraw(loader, denoiser.dtype)
             return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh, redraw)
         if kind == VAE_DECODE.kind:
-            return VaeDecode(self.vae(loader))
+            return VaeDecode(self.vae(loader), loader.runtime.options, None if loader.runtime.group else loader.device)
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
 
     def _adapters(self, loader: Loader, denoiser: Denoiser) -> LoadedAdapters | None:

@@ -470,13 +470,13 @@ class GridPictureVae:
     """An AutoencoderKL as a VaeDecoder. With `cast_first` latents are scaled in its dtype."""
 
     def __init__(self, loader: Loader, cast_first: bool = False) -> None:
-        self._vae, self._device = loader.vae(), loader.device
+        self.vae, self._device = loader.vae(), loader.device
         self._cast_first = cast_first
-        self.latents: tuple[int | None, ...] = (1, int(self._vae.config.latent_channels), None, None)
+        self.latents: tuple[int | None, ...] = (1, int(self.vae.config.latent_channels), None, None)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """Return the latents as a video of one frame."""
-        config, dtype = self._vae.config, self.dtype
+        config, dtype = self.vae.config, self.dtype
         grid = to_device(latents, self._device, dtype if self._cast_first else None) / config.scaling_factor
         shifted: Tensor = grid if config.shift_factor is None else grid + config.shift_factor
         return shifted.to(dtype).unsqueeze(2)
@@ -484,12 +484,12 @@ class GridPictureVae:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the VAE decodes."""
-        dtype: torch.dtype = self._vae.dtype
+        dtype: torch.dtype = self.vae.dtype
         return dtype
 
     def decode(self, grid: Tensor) -> Tensor:
         """Return pixels (rows, 3, 1, height, width)."""
-        pixels: Tensor = self._vae.decode(grid.squeeze(2), return_dict=False)[0]
+        pixels: Tensor = self.vae.decode(grid.squeeze(2), return_dict=False)[0]
         return pixels.unsqueeze(2)
 
 

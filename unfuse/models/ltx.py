@@ -134,7 +134,7 @@ class LtxVae:
     def __init__(self, loader: Loader) -> None:
         import torch
 
-        self._vae, self._device = loader.vae(), loader.device
+        self.vae, self._device = loader.vae(), loader.device
         self._shape = Shape.read(loader.folder)
         self._text_dtype = getattr(torch, loader.runtime.dtypes["text_encoder"])
         self.latents: tuple[int | None, ...] = (1, None, self._shape.channels)
@@ -144,7 +144,7 @@ class LtxVae:
 
         They are rounded to the dtype of the text embeddings, as in the pipeline.
         """
-        sides, vae = self._shape.grid(params), self._vae
+        sides, vae = self._shape.grid(params), self.vae
         grid = to_device(latents, self._device).transpose(1, 2).reshape(1, self._shape.channels, *sides)
         mean, deviation = (values.view(1, -1, 1, 1, 1).to(grid) for values in (vae.latents_mean, vae.latents_std))
         scaled: Tensor = grid * deviation / vae.config.scaling_factor + mean
@@ -155,8 +155,8 @@ class LtxVae:
 
         A VAE with timestep conditioning gets the timestep without noise, 0.
         """
-        timestep = grid.new_zeros(len(grid)) if self._vae.config.timestep_conditioning else None
-        pixels: Tensor = self._vae.decode(grid, timestep, return_dict=False)[0]
+        timestep = grid.new_zeros(len(grid)) if self.vae.config.timestep_conditioning else None
+        pixels: Tensor = self.vae.decode(grid, timestep, return_dict=False)[0]
         return pixels
 
 

@@ -81,6 +81,11 @@ class BlockStage(Stage):
         self._unguided = family.unguided
         self._device, self._draws_on_device = loader.device, loader.runtime.options.noise_device != "cpu"
         self._block = _load_block(spec, family.blocks[distilled], loader)
+        from unfuse.stages.vae_memory import VaeModes
+
+        vae = self._block.vae if spec.kind == VAE_DECODE.kind else None
+        self._modes = VaeModes.create(vae, loader.runtime.options, None if loader.runtime.group else loader.device)
+        self._shape = PictureShape.of_vae(loader.folder)
         self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._block.get_component_spec("guider")
         self._reads = [name for name in TYPES if name in {i.name for i in self._block.blocks.inputs}]
         self._needs = [
@@ -125,7 +130,13 @@ class BlockStage(Stage):
 
         images: Any = state.output.tensors[IMAGES]
         advice = remedy("the model's decoder", self._block.vae.dtype)
-        return StageOutput(media=encode(to_bytes(images, "decoder", advice), state.task.params))
+        media = encode(to_bytes(images, "decoder", advice), state.task.params)
+        return StageOutput(media=media, vae=state.output.vae)
+
+    @override
+    def reduce_memory(self, state: OneStepState) -> OneStepState | None:
+        size = self._shape.latents(state.task.params)
+        return state if self._modes.reduce(size, self._modes.mode(size)) else None
 
     def _values(self, task: StageInput) -> dict[str, Any]:
         """Run the block. Returns all its values by name: inputs, intermediates and outputs."""
@@ -159,9 +170,12 @@ class BlockStage(Stage):
         """
         import torch
 
-        with torch.no_grad():
+        from unfuse.stages.vae_memory import AS_CONFIGURED
+
+        mode = self._modes.mode(self._shape.latents(task.params)) if self.encodes else AS_CONFIGURED
+        with torch.no_grad(), self._modes.use(mode):
             values = self._values(task)
-        return StageOutput({name: values.get(name) for name in self._spec.outputs or (IMAGES,)})
+        return StageOutput({name: values.get(name) for name in self._spec.outputs or (IMAGES,)}, vae=mode.vae)
 
 
 class References(PictureEncoder):

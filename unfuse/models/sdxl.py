@@ -133,19 +133,19 @@ class SdxlVae(GridPictureVae):
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
         # If the pipeline upcasts the VAE, it also casts the latents before it scales them.
-        self._cast_first = self._vae.dtype.itemsize == 2 and self.dtype.itemsize == 4
+        self._cast_first = self.vae.dtype.itemsize == 2 and self.dtype.itemsize == 4
 
     @property
     @override
     def dtype(self) -> torch.dtype:
         import torch
 
-        overflows = self._vae.dtype == torch.float16 and forces_upcast(self._vae)
+        overflows = self.vae.dtype == torch.float16 and forces_upcast(self.vae)
         return torch.float32 if overflows else super().dtype
 
     @override
     def decode(self, grid: Tensor) -> Tensor:
-        with computing_in(self._vae, grid.dtype):
+        with computing_in(self.vae, grid.dtype):
             return super().decode(grid)
 
 

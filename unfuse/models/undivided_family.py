@@ -181,7 +181,14 @@ class UndividedFamily(Family):
 
         required_uploads = (UPLOAD,) if UPLOAD in arguments and REFERENCE_CLASSES.get(declaration.name, True) else ()
         return UndividedStage(
-            pipeline, arguments, loader.device, draws_on_device, loras, _picture_scale(declaration), required_uploads
+            pipeline,
+            arguments,
+            loader.device,
+            draws_on_device,
+            loras,
+            _picture_scale(declaration),
+            required_uploads,
+            runtime.options,
         )
 
     @override

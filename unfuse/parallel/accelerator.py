@@ -53,5 +53,5 @@ class Accelerator(ComputeDevice):
         synchronize(self._device)
 
     def free_bytes(self) -> int:
-        """Return the bytes that this process can still use: those of the device, and its own cache."""
+        """Return the bytes that this process can still use, its own cache included."""
         return memory(self._device)[0] + self.cached_bytes()

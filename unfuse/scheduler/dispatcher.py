@@ -110,6 +110,7 @@ class Dispatcher(Observer):
     required_numerics: the numerics that the settings of workers must agree with.
     dispatch: which task a worker gets, see `Dispatch`.
     node: name of this machine. Workers on it join without a log line at level info.
+    exact_only: whether workers must refuse to decode in tiles for lack of memory.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Dispatcher(Observer):
         required_numerics: Mapping[str, str] | None = None,
         dispatch: Dispatch = "locality",
         node: str = "",
+        exact_only: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self._queue = scheduler.queue
@@ -132,6 +134,7 @@ class Dispatcher(Observer):
             scheduler.lease_ttl,
             heartbeat_s=min(1.0, scheduler.lease_ttl / 4),
             required_numerics=dict(required_numerics or {}),
+            exact_only=exact_only,
             version=__version__,
         )
         self._peers: dict[bytes, _Peer] = {}

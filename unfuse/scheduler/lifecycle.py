@@ -146,6 +146,7 @@ def complete_stage(
         timings=timings,
         checkpoint=None,
         checkpoint_step=0,
+        vae=report.vae,
     )
     builder.publish("stage_completed", claim.stage)
 

@@ -59,6 +59,7 @@ STAGE = object_of(
         "failures": INTEGER,
         "crashes": INTEGER,
         "recomputes": INTEGER,
+        "vae": nullable(TEXT),
         "queued_s": SECONDS,
         "get_s": SECONDS,
         "run_s": SECONDS,

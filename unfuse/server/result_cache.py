@@ -75,7 +75,10 @@ class ResultCache:
         """Return whether `source` has the results that this request would produce now.
 
         The request has no plan so far. Its pools would be those of `source`, which must be exact (batch invariant).
+        Results that were decoded in tiles for lack of memory have other bytes.
         """
+        if any(state.vae for state in source.stages.values()):
+            return False
         if source.status != "completed" or source.request.result_cache_key != request.result_cache_key:
             return False
         return all(self._scheduler.registry.is_exact(stage.pool) for stage in source.plan.stages)

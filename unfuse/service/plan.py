@@ -464,6 +464,8 @@ def environment_of(settings: Settings) -> dict[str, str]:
             ("worker.resources", settings.worker.resources),
             ("buffer.tokens", settings.buffer.tokens),
             *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
+            # flags of this kind have no value
+            *((f"compute.{key}", value) for key, value in asdict(settings.compute).items() if isinstance(value, bool)),
         )
     }
 
@@ -508,7 +510,8 @@ def worker_specs(
     ranks = sum(len(worker.devices) for worker in workers)
     slots = slots_by_role(settings)
     threads = wanted.compute.threads or max(1, host_resources(settings).cores // max(1, ranks))
-    common_options = asdict(wanted.compute) | {
+    valued_options = {name: value for name, value in asdict(wanted.compute).items() if not isinstance(value, bool)}
+    common_options = valued_options | {
         "threads": threads,
         "dtype": "auto",
         "arena": wanted.arena,

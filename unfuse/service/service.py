@@ -282,8 +282,9 @@ class Service(Stoppable):
         storage = msgspec.structs.replace(options.storage, results_store_id=store_id(options.storage.results))
         run_folder = open_run_folder(settings.run_dir)
         routers: list[Router] = []
+        compute, node = options.workers.compute, machine_id(run_folder)
         dispatcher = Dispatcher(
-            scheduler, offered, storage, options.workers.compute.numerics, serve.dispatch, node=machine_id(run_folder)
+            scheduler, offered, storage, compute.numerics, serve.dispatch, node, exact_only=compute.exact_only
         )
         adapter_server = AdapterServer(dispatcher, storage.adapters)
         default = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(settings.run_dir, port)}"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -71,6 +71,8 @@ class StageOutput(msgspec.Struct, frozen=True):
     tensors: Tensors = {}
     #: Files for the client, from a final stage.
     media: tuple[EncodedMedia, ...] = ()
+    #: "tiled": they were decoded in tiles, because memory was too small.
+    vae: Literal["", "tiled"] = ""
 
 
 class OpenOutput(Protocol):
@@ -270,7 +272,7 @@ class Stage(ABC):
         return self.step([state])[0]
 
     def reduce_memory(self, state: Any) -> Any | None:
-        """Return the state with a next step that needs less memory; None if the step cannot be made smaller.
+        """Return the state with a next step that needs less memory, or None.
 
         Called after a step has run out of memory alone, twice. The given state must not be used again. Raises
         OutOfMemory if a smaller step would change the bytes of the result, and `--exact-only` refuses that.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,15 +23,18 @@ from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
 from typing_extensions import override
 
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError, UnfuseError, UnsupportedRequest
 from unfuse.core.modalities import IMAGE_UPLOADS, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
+from unfuse.core.retries import is_out_of_memory
 from unfuse.parallel.devices import set_current
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.image_encode import read_image
 from unfuse.stages.media import encode, need_format, remedy, to_bytes
+from unfuse.stages.vae_memory import Size, VaeModes
 from unfuse.weights.adapters import LoadedAdapters
 
 #: Fields of pipeline outputs that mark the pictures which the safety checker replaced by black ones.
@@ -48,14 +51,22 @@ class CallAbandoned(UnfuseError):
     """Raised in the thread of a paused call to stop it."""
 
 
+class Pause(Protocol):
+    """Pauses a call, from its own thread."""
+
+    def __call__(self, error: Exception | None = None) -> None:
+        """Wait until the call is continued. Raises CallAbandoned if it is stopped."""
+
+
 class PausedCall:
     """A call in its own thread, which runs from one pause to the next.
 
-    `make`: the function to call. Its argument is a function that pauses the call.
+    `make`: the function to call. Its argument is a function that pauses the call; an error that it gets is raised by
+    `advance`, and the call continues after the next `advance`.
     The step loop calls `advance` and `stop`, from one thread.
     """
 
-    def __init__(self, make: Callable[[Callable[[], None]], Any]) -> None:
+    def __init__(self, make: Callable[[Pause], Any]) -> None:
         #: What the call returned; None before its end.
         self.result: Any = None
         #: Whether the call has ended, also by an error.
@@ -86,9 +97,9 @@ class PausedCall:
         self._go_on_or_stop.put(False)
         self._paused_or_ended.get()
 
-    def _pause(self) -> None:
+    def _pause(self, error: Exception | None = None) -> None:
         """Pause the call, from its own thread. Raises CallAbandoned if it is stopped."""
-        self._paused_or_ended.put(None)
+        self._paused_or_ended.put(error)
         if not self._go_on_or_stop.get():
             raise CallAbandoned
 
@@ -154,8 +165,14 @@ class RunningCall:
     call: PausedCall
     #: The number of steps.
     steps: int
+    #: Returns the call once more, from its beginning.
+    create_call: Callable[[], PausedCall]
     #: The steps done.
     done: int = 0
+    #: The shape of the latents whose decode has run out of memory, while the call is paused in it; () at other times.
+    decoding: Size = ()
+    #: "tiled": they were decoded in tiles, because memory was too small.
+    vae: Literal["", "tiled"] = ""
 
 
 class UndividedStage(SteppedStage[RunningCall]):
@@ -183,6 +200,7 @@ class UndividedStage(SteppedStage[RunningCall]):
         loras: LoadedAdapters | None = None,
         picture_scale: int = 0,
         uploads: tuple[str, ...] = (),
+        options: ComputeOptions | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._takes = takes
@@ -191,6 +209,13 @@ class UndividedStage(SteppedStage[RunningCall]):
         self._call_parameters = frozenset(inspect.signature(pipeline.__call__).parameters)
         self._device = device
         self.uploads = uploads
+
+        # In the thread of a call: the call, and how it pauses.
+        self._thread = threading.local()
+        vae = getattr(pipeline, "vae", None)
+        self._modes = VaeModes.create(vae, options, device)
+        if vae is not None and hasattr(vae, "use_tiling"):
+            vae.decode = self._decode_within_memory(vae.decode)
 
         # Some pipelines change the dtype of a component during a call: see `_restore_dtypes`.
         models: list[Any] = [
@@ -229,13 +254,16 @@ class UndividedStage(SteppedStage[RunningCall]):
         if (references := [pictures[name] for name in IMAGE_UPLOADS if name in pictures])[1:]:
             arguments[UPLOAD] = references
 
-        generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
+        seed = need(params, "seed", int)
 
-        steps = max(1, _requested_steps(params))
+        def create_call() -> PausedCall:
+            generator = torch.Generator(self._generator_device).manual_seed(seed)
+            return PausedCall(lambda pause: self._call(arguments | {"generator": generator}, running, pause))
 
         # The call reports its steps to its `RunningCall`, which is therefore created first, with a placeholder.
-        running = RunningCall(params, task.derived.lora_id, PausedCall(lambda pause: None), steps)
-        running.call = PausedCall(lambda pause: self._call(arguments | {"generator": generator}, running, pause))
+        steps = max(1, _requested_steps(params))
+        running = RunningCall(params, task.derived.lora_id, PausedCall(lambda pause: None), steps, create_call)
+        running.call = create_call()
         return running
 
     @override
@@ -245,6 +273,15 @@ class UndividedStage(SteppedStage[RunningCall]):
         The pipeline reports nothing after its last step: the VAE decode, for example, belongs to that step.
         """
         return [self._continue_call(state) for state in batch]
+
+    @override
+    def reduce_memory(self, state: RunningCall) -> RunningCall | None:
+        """Return the state if it is in a decode that can need less memory."""
+        if not state.decoding:
+            return None
+        rows, *size = state.decoding
+        mode = self._modes.reduce(tuple(size), self._modes.mode(tuple(size)), rows)
+        return None if mode is None else state
 
     @override
     def progress(self, state: RunningCall) -> tuple[int, int]:
@@ -264,7 +301,7 @@ class UndividedStage(SteppedStage[RunningCall]):
         result = next((getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name)), None)
         if result is None:
             raise PermanentError(f"the pipeline returned a {type(output).__name__}, which has no pictures and no video")
-        return StageOutput(media=encode(self._pixels(result, state.params), state.params))
+        return StageOutput(media=encode(self._pixels(result, state.params), state.params), vae=state.vae)
 
     @override
     def release(self, state: RunningCall) -> None:
@@ -288,10 +325,42 @@ class UndividedStage(SteppedStage[RunningCall]):
                 return error
             return UnsupportedRequest(f"the pipeline does not work with the model's noise scheduler: {error}")
         except Exception as error:  # the rest of the batch continues
+            if is_out_of_memory(error) and state.call.is_over:  # then only the whole call can be repeated
+                state.call, state.done = state.create_call(), 0
             return error
         return state
 
-    def _call(self, arguments: dict[str, Any], running: RunningCall, pause_call: Callable[[], None]) -> Any:
+    def _decode_within_memory(self, decode: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a VAE's `decode` that pauses its call when memory runs out.
+
+        When the call continues, the decode is repeated, in the mode that its size needs by then. So the steps before it
+        are not repeated.
+        """
+
+        def decode_within_memory(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            running: RunningCall | None = getattr(self._thread, "running", None)
+            size = tuple(latents.shape[1:])
+            while True:
+                mode = self._modes.mode(size)
+                try:
+                    with self._modes.use(mode):
+                        decoded = decode(latents, *args, **kwargs)
+                except Exception as error:
+                    if running is None or not is_out_of_memory(error):
+                        raise
+                    failure = error
+                else:
+                    if running is not None:
+                        running.decoding, running.vae = (), running.vae or mode.vae
+                    return decoded
+                if running is not None:
+                    running.decoding = tuple(latents.shape)
+                self._thread.pause(failure)
+                del failure
+
+        return decode_within_memory
+
+    def _call(self, arguments: dict[str, Any], running: RunningCall, pause_call: Pause) -> Any:
         """Call the pipeline, in a thread of its own, and return its output.
 
         `arguments`: those of the call. `pause_call`: pauses it, at each step except the last.
@@ -300,10 +369,12 @@ class UndividedStage(SteppedStage[RunningCall]):
         pipeline = self._copy_pipeline()
         random_state = RandomState(need(running.params, "seed", int), self._device)
 
-        def pause() -> None:
+        def pause(error: Exception | None = None) -> None:
             random_state.leave()
-            pause_call()
+            pause_call(error)
             random_state.enter()
+
+        self._thread.running, self._thread.pause = running, pause
 
         def on_step(pipeline: Any, *_: object) -> dict[str, Any]:
             running.done += 1

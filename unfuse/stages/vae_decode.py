@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,15 +19,20 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from typing_extensions import override
 
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.plan import Params
+from unfuse.core.retries import is_out_of_memory
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage, need, need_tensor
 from unfuse.stages.device_copies import HostCopy
 from unfuse.stages.media import MediaWriter, encode, need_format, not_finite, record, remedy
+from unfuse.stages.vae_memory import AS_CONFIGURED, DecodeMode, VaeModes, most_frugal
 
 
 class VaeDecoder(Protocol):
     """What a model family provides for VAE decode: a VAE in memory."""
 
+    #: The VAE of diffusers, whose decode can need less memory; None if it is another one.
+    vae: Any
     #: Shape of a request's latents, with a batch axis of 1. None is any length.
     latents: tuple[int | None, ...]
 
@@ -74,10 +80,16 @@ class VaeDecodeState:
     fragments: Iterator[Tensor]
     #: Encodes the frames into files.
     recording: MediaWriter
+    #: How the VAE decodes the request.
+    mode: DecodeMode = AS_CONFIGURED
     #: The pixels of steps that are not encoded yet, in order. One thread appends to it, another one takes them off.
     unencoded: deque[Pixels] = field(default_factory=deque)
     #: The steps done.
     done: int = 0
+    #: The steps that were decoded. One more than `done` if another request or rank has failed in this step.
+    decoded: int = 0
+    #: The frames that were decoded.
+    frames: int = 0
 
 
 class VaeDecode(SteppedStage[VaeDecodeState]):
@@ -87,13 +99,21 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
     several pieces has one step for each. The others are decoded at once, together with the rest of their batch. A state
     cannot be saved, because its video encoder cannot: another attempt starts from the beginning and makes the same
     bytes.
+
+    A decode that runs out of memory is repeated in smaller tiles. A video that has frames already keeps them, since
+    clients may have read them, and only the others come from tiles.
+
+    `device`: None if ranks must agree on how they decode.
     """
 
     kind = "vae_decode"
     encodes = True
 
-    def __init__(self, decoder: VaeDecoder) -> None:
+    def __init__(
+        self, decoder: VaeDecoder, options: ComputeOptions | None = None, device: torch.device | None = None
+    ) -> None:
         self._decoder = decoder
+        self._modes = VaeModes.create(decoder.vae, options, device)
 
     @override
     def verify(self, task: StageInput) -> None:
@@ -105,19 +125,30 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
     def start(self, task: StageInput) -> VaeDecodeState:
         latents = need_tensor(task, "latents", self._decoder.latents)
         grid = self._decoder.unpack(latents, task.params)
-        recording = record(task.params)
-        if isinstance(self._decoder, CausalDecoder) and (pieces := self._decoder.fragment_count(grid)) > 1:
-            return VaeDecodeState(grid, pieces, self._decoder.decode_fragments(grid), recording)
-        return VaeDecodeState(grid, 1, iter(()), recording)
+        state = VaeDecodeState(grid, 1, iter(()), record(task.params), self._modes.mode(tuple(grid.shape)))
+        self._plan_steps(state)
+        return state
 
     @override
     @torch.no_grad()
     def step(self, batch: Sequence[VaeDecodeState]) -> list[VaeDecodeState | Exception]:
-        if batch[0].steps > 1:
-            return [_add_frames(state, state.fragments) for state in batch]
+        at_once = [state for state in batch if state.steps == 1 and state.decoded == state.done]
+        decoded = iter(self._decode_at_once(at_once) if at_once else ())
+        return [self._add_fragment(state) if state.steps > 1 else _add_frames(state, decoded) for state in batch]
 
-        decoded = iter(self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(len(batch)))
-        return [_add_frames(state, decoded) for state in batch]
+    @override
+    def reduce_memory(self, state: VaeDecodeState) -> VaeDecodeState | None:
+        mode = self._modes.reduce(tuple(state.grid.shape), state.mode)
+        if mode is None:
+            return None
+        state.mode = mode
+        self._plan_steps(state)
+        return state
+
+    @override
+    def advance(self, state: VaeDecodeState, result: VaeDecodeState) -> VaeDecodeState:
+        state.done = state.decoded
+        return state
 
     @override
     def progress(self, state: VaeDecodeState) -> tuple[int, int]:
@@ -135,19 +166,64 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
     def finish(self, state: VaeDecodeState) -> StageOutput:
         while state.unencoded:
             self.video_fragment(state)
-        return StageOutput(media=state.recording.finish())
+        return StageOutput(media=state.recording.finish(), vae=state.mode.vae)
+
+    def _plan_steps(self, state: VaeDecodeState) -> None:
+        """Set the number of steps of a state, and the pieces that it still lacks."""
+        decoder, pieces = self._decoder, 1
+        if isinstance(decoder, CausalDecoder):
+            with self._modes.use(state.mode):
+                pieces = decoder.fragment_count(state.grid)
+        if isinstance(decoder, CausalDecoder) and pieces > 1:
+            state.steps = pieces
+            # The decoder's state cannot be copied, so it decodes the pieces once more that it has decoded already.
+            state.fragments = islice(decoder.decode_fragments(state.grid), state.decoded, None)
+        elif state.decoded:
+            state.steps = state.decoded + 1
+            state.fragments = self._decode_rest(state)
+        else:
+            state.steps = 1
+
+    def _decode_rest(self, state: VaeDecodeState) -> Iterator[Tensor]:
+        """Yield the frames that a video lacks, as one piece, decoded together with the others."""
+        yield self._decoder.decode(state.grid)[:, :, state.frames :]
+
+    def _decode_at_once(self, batch: Sequence[VaeDecodeState]) -> Sequence[Tensor]:
+        """Return the pixels of states that are decoded at once, together."""
+        mode = most_frugal(state.mode for state in batch)
+        for state in batch:
+            state.mode = mode
+        with self._modes.use(mode):
+            pixels = self._decoder.decode(torch.cat([state.grid for state in batch]))
+        return pixels.chunk(len(batch))
+
+    def _add_fragment(self, state: VaeDecodeState) -> VaeDecodeState | Exception:
+        """Add the next piece of a state to its file."""
+        try:
+            with self._modes.use(state.mode):
+                return _add_frames(state, state.fragments)
+        except Exception:
+            self._plan_steps(state)  # an iterator that has raised has ended
+            raise
 
 
 def _add_frames(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeState | Exception:
     """Add the next of these pixels to those that the state's file gets.
 
-    `pixels`: yields (1, 3, frames, height, width) each. Returns the state, or the error of decoding.
+    `pixels`: yields (1, 3, frames, height, width) each. Returns the state, or the error of decoding. A step that the
+    state has made already is not made again. Raises errors for lack of memory.
     """
+    if state.decoded > state.done:
+        return state
     try:
-        state.unencoded.append(Pixels(next(pixels)[0]))
+        video = next(pixels)[0]
+        state.unencoded.append(Pixels(video))
     except Exception as error:  # the rest of the batch continues
+        if is_out_of_memory(error):
+            raise
         return error
-    state.done += 1
+    state.decoded += 1
+    state.frames += video.shape[1]
     return state
 
 

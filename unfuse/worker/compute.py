@@ -23,6 +23,7 @@ import xxhash
 from msgspec.structs import replace
 
 from unfuse.arena.client import ArenaClient
+from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.arena.protocol import peer_of
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute_device import ComputeDevice
@@ -42,6 +43,7 @@ from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
+from unfuse.worker.load_memory import explain_out_of_memory
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
 from unfuse.worker.step_loop import StepLoop
@@ -128,8 +130,6 @@ def compute(descriptor: int) -> None:
         copies=copies_here(places),
         run_dir=load.run_dir,
     )
-    for stage in stages.values():
-        stage.warm_up()
     resources = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     left_out = (load.pools or load.registered) - stages.keys()
     channel.send(messages.ModelsLoaded(_device_name(device), numerics, resources, left_out))
@@ -149,6 +149,15 @@ def compute(descriptor: int) -> None:
         load.compute.loop == "overlapped",
         compute_device(device),
     ).run()
+
+
+def free_bytes(device: str) -> int:
+    """Return the bytes of a device that this process can still use."""
+    if device.startswith("cpu"):
+        return available_memory()
+    from unfuse.parallel.accelerator import Accelerator
+
+    return Accelerator(device).free_bytes()
 
 
 def compute_device(name: str) -> ComputeDevice:
@@ -279,7 +288,10 @@ def _load_stages(
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
     component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
     libraries |= library(open_files(folder).quantization(name) for folder, name in component_folders)
-    device = _device(load, bool(libraries))
+    with explain_out_of_memory(
+        lambda: "the device context", load.compute.device, partial(free_bytes, load.compute.device)
+    ):
+        device = _device(load, bool(libraries))
     flags, spreads = (
         _set_kernel_flags(load, device) if libraries else {},
         worker_parallelism(load.compute.parallel, load.choice.roles),
@@ -296,8 +308,12 @@ def _load_stages(
             device, model_spec.dtypes, load.compute, load.storage.adapters, mesh, load.kv, shared, group, adapter_folder
         )
         progress.start_stage(model_spec.name, spec, folder)
-        stages[pool] = family.load(spec, folder, runtime, progress.loaded)
+        with explain_out_of_memory(progress.describe_next, device, partial(free_bytes, device)):
+            stages[pool] = family.load(spec, folder, runtime, progress.loaded)
         plain |= set() if family.torch else {pool}
+    with explain_out_of_memory(progress.describe_next, device, partial(free_bytes, device)):
+        for stage in stages.values():
+            stage.warm_up()
     return device, numerics, stages, plain
 
 
@@ -318,11 +334,24 @@ class LoadProgress:
         self._total = sum(self._remaining.values())
         self._send = send
         self._folder = Path()
+        self._stage, self._components = "", tuple[str, ...]()
 
     def start_stage(self, model: str, stage: StageSpec, folder: Path) -> None:
         """Report that this stage is loaded next."""
-        self._folder = folder
+        self._folder, self._components = folder, stage.components
+        self._stage = f"stage {stage.name} of {model}"
         self._send(messages.LoadingStage(model, stage.name, self._total - sum(self._remaining.values()), self._total))
+
+    def describe_next(self) -> str:
+        """Return what is loaded now, with its bytes.
+
+        It is the largest component of the stage that is not loaded yet.
+        """
+        sizes = {name: self._remaining.get((self._folder, name), 0) for name in self._components}
+        component = max(sizes, key=lambda name: sizes[name])
+        if not sizes[component]:
+            return self._stage
+        return f"{component} in {self._stage}, whose files have {readable_bytes(sizes[component])}"
 
     def loaded(self, component: str, seconds: float, size: int) -> None:
         """Report that a component of the current stage is loaded.

@@ -51,7 +51,7 @@ ADAPTER_FOLDER = "loras"
 EVIDENCE_CHARS = 4000
 
 #: The advice at the end of the message when the device has too little memory for a request.
-ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
+ROOMIER = "serve with --offload model, or on a larger device"
 
 
 class LoadModels(msgspec.Struct, frozen=True, tag=True):

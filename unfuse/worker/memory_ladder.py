@@ -43,7 +43,7 @@ class MemoryLadder:
         self._device = device or ComputeDevice()
 
     def recover(self, error: BaseException) -> None:
-        """Free what a failed forward has left: the tensors in its traceback, and the allocator's cache."""
+        """Free the tensors in an error's traceback, and the allocator's cache."""
         clear_frames(error)
         try:
             self._device.empty_cache()
@@ -121,7 +121,7 @@ class MemoryLadder:
         return explained
 
     def give_back(self) -> None:
-        """Return the allocator's cache to the device, if it is large and other processes use the device."""
+        """Return a large cache to the device if other processes use the device."""
         try:
             if self._device.cached_bytes() >= LARGE_CACHE and self._device.used_by_others() >= OTHERS:
                 self._device.empty_cache()
@@ -130,7 +130,7 @@ class MemoryLadder:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Free the local variables in an error's traceback, and in those of the errors that caused it.
+    """Free the local variables in the tracebacks of an error and its causes.
 
     Otherwise the tensors of a failed forward stay allocated as long as the error exists.
     """
@@ -141,7 +141,7 @@ def clear_frames(error: BaseException) -> None:
 
 
 def size_of(params: Params) -> str:
-    """Return the size of a request's pictures or video, such as 832x480 with 81 frames; "" for texts."""
+    """Return the size of a request, such as 832x480 with 81 frames; "" for texts."""
     width, height, frames = (params.get(name) for name in ("width", "height", "num_frames"))
     if not (width and height):
         return ""

@@ -30,7 +30,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.retries import is_out_of_memory
 from unfuse.core.task import Claim
-from unfuse.stages.base import EncodedMedia, Stage, StageOutput
+from unfuse.stages.base import Stage, StageOutput
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
@@ -190,7 +190,7 @@ class StepLoop:
         return messages.StepPlan(save=save, step=step, batch_mode=mode, receive=pieces)
 
     def _give_back_cache(self) -> None:
-        """Let other processes on the device use the cache of a stage whose last task has ended."""
+        """Return the cache of a stage whose last task has ended, for other processes."""
         idle_stages = self._ended_stages - {job.stage for job in self._jobs.values()}
         self._ended_stages -= idle_stages
         if idle_stages:
@@ -444,21 +444,21 @@ class StepLoop:
         ref = store_output(self._store, job, output, self._encodings)
         self._release(job)
         del self._jobs[job.claim]
-        self._store_results(job, ref, output.media, finished)
+        self._store_results(job, ref, StageOutput(media=output.media, vae=output.vae), finished)
 
-    def _store_results(self, job: Job, ref: ObjectRef | None, media: Sequence[EncodedMedia], finished: float) -> None:
+    def _store_results(self, job: Job, ref: ObjectRef | None, output: StageOutput, finished: float) -> None:
         """Store result files and report the task as completed.
 
         The task waits if the result store is unavailable. Its output is stored already, so a try repeats only this.
         """
         try:
-            results = write(self._results, job, media)
+            results = write(self._results, job, output.media)
         except ResultsUnavailable as error:
             job.state = None  # it was released: the task needs no device memory while it waits
-            self._park(job.claim, error, partial(self._store_results, job, ref, media, finished), job.timings)
+            self._park(job.claim, error, partial(self._store_results, job, ref, output, finished), job.timings)
             return
         timings = msgspec.structs.replace(job.timings, put_s=time.monotonic() - finished)
-        self._send(TaskCompleted(job.claim, ref, results, timings))
+        self._send(TaskCompleted(job.claim, ref, results, timings, vae=output.vae))
 
     def _drop(self, message: messages.CancelTask) -> None:
         """Drop a task, after a checkpoint if the cancellation requests one."""

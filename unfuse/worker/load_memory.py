@@ -1,0 +1,39 @@
+"""Explains why a model does not fit into memory while it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from unfuse.arena.limits import readable_bytes
+from unfuse.core.errors import ConfigError
+from unfuse.core.retries import is_out_of_memory
+
+#: What a person can do about a GPU that is too small, and about too little host memory.
+ON_GPU = "stop other programs on it, choose another one with --device or --place, or use --offload or quantized weights"
+ON_HOST = "stop other programs, start fewer workers, or use quantized weights"
+
+
+@contextmanager
+def explain_out_of_memory(subject: Callable[[], str], device: str, free: Callable[[], int]) -> Iterator[None]:
+    """Raise ConfigError, with a sentence for people, if memory runs out within the block.
+
+    `subject`: returns what is loaded, with its bytes. `free`: returns the free bytes of the device.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = next((cause for cause in (error, error.__cause__) if cause and is_out_of_memory(cause)), None)
+        if cause is None:
+            raise
+        reason = (str(cause) or type(cause).__name__).splitlines()[0].rstrip(".")
+        raise ConfigError(f"out of memory while loading {subject()}: {room(device, free)} ({reason})") from error
+
+
+def room(device: str, free: Callable[[], int]) -> str:
+    """Return how much memory is free, and what to do, as part of a sentence."""
+    try:
+        free_bytes = readable_bytes(free())
+    except RuntimeError:  # the device does not answer
+        free_bytes = "an unknown part"
+    return f"{free_bytes} of {device} are free; {ON_HOST if device.startswith('cpu') else ON_GPU}"
