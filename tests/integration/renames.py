@@ -33,6 +33,7 @@ HALVES = "what was the default happens always"
 MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees.py"
 COUNTED = "one plan says how many workers there are of each role: --workers encoder=1,denoiser=2,decoder=1"
 HELP = "expert settings are in this help only"
+PLANNED = "activations are predicted, and sizes for which GPUs have no memory are refused"
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 TOKENS = (
     "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
@@ -219,7 +220,7 @@ RENAMES = Renames(
         },
     },
     added={
-        "fields": {},
+        "fields": {"max_video_pixels": PLANNED, "activations": PLANNED},
         "metrics": {},
         "labels": {},
         "settings": {},

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import convert
+from msgspec.structs import replace
 
 from tests.planning.real_models import NAMES, configuration, make_folder
 from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.modalities import IMAGE, VIDEO, MediaLimits
 from unfuse.planning.placement import CPU, Device, WorkerPlan, parse_place, taken_bytes
-from unfuse.service.plan import ServingPlan, plan_models
+from unfuse.service.groups import Settings
+from unfuse.service.plan import ServingPlan, plan_models, worker_specs
 from unfuse.weights.fingerprints import FINGERPRINTS
 
 GIB = 1 << 30
@@ -126,6 +131,15 @@ def test_kv_caches_share_what_weights_and_activations_leave(tmp_path: Path) -> N
     assert capped.workers[0].parts[-1].bytes < 25 * GIB
 
 
+def test_workers_on_gpus_get_the_planned_kv_cache(tmp_path: Path) -> None:
+    folder = make_folder("llama-3.1-8b", tmp_path / "model")
+    plan = proposed(folder, "1 × 80 GB")
+    (spec,) = worker_specs(plan, Settings(), {}, {})
+    assert spec.flags["kv"] == str(plan.workers[0].parts[-1].bytes)
+    on_cpu = plan_models([str(folder)], "", WorkerPlan({"all": 1}), (Device(CPU, 128 * GIB),))
+    assert worker_specs(on_cpu, Settings(), {}, {})[0].flags["kv"] == "0"
+
+
 def test_a_kv_option_replaces_the_planned_cache(tmp_path: Path) -> None:
     folder = make_folder("llama-3.1-8b", tmp_path / "model")
     (worker,) = plan_models([str(folder)], "", WorkerPlan(auto=True, kv=20 * GIB), devices("1 × 80 GB")).workers
@@ -143,3 +157,34 @@ def test_a_denoiser_without_decoder_is_planned_with_the_vae_of_previews(tmp_path
     transformer = plan.models[0].components["transformer"]
     assert denoiser - vae - transformer.memory - transformer.activations == 727 << 20
     assert [part.component for part in together.parts].count("vae") == 1
+
+
+def test_sizes_without_memory_are_refused_with_the_largest_that_fits(tmp_path: Path) -> None:
+    """A picture on a card with a quantized denoiser, and a video on one of 80 GB."""
+    folder = make_folder("flux1", tmp_path / "flux")
+    large, small = (proposed(folder, machine, offload=offload).models[0].spec for machine, offload in ROOMS)
+    assert large.limits["max_pixels"] == 2048 * 2048
+    assert 1024 * 1024 < small.limits["max_pixels"] < 2048 * 2048
+    with pytest.raises(InvalidParameter, match=r"size 2048x2048 is not supported: .* the nearest is 1\d{3}x1\d{3}"):
+        IMAGE.complete_params(convert(small.limits, MediaLimits), small.defaults, {"size": "2048x2048"}, None)
+
+
+ROOMS = (("1 × 80 GB", "none"), ("1 × 24 GB", "model"))
+
+
+def test_videos_without_memory_are_refused_with_the_most_frames_that_fit(tmp_path: Path) -> None:
+    spec = proposed(make_folder("wan2.2", tmp_path / "wan"), "1 × 80 GB").models[0].spec
+    limits = convert(spec.limits, MediaLimits)
+    assert limits.max_video_pixels > 832 * 480 * 81
+    accepted = VIDEO.complete_params(limits, spec.defaults, {"num_frames": 81}, None)
+    assert accepted["num_frames"] == 81
+    narrow = replace(limits, max_video_pixels=832 * 480 * 90)
+    with pytest.raises(InvalidParameter, match="ask for at most 89 frames of this size"):
+        VIDEO.complete_params(narrow, spec.defaults, {"num_frames": 121}, None)
+
+
+def test_limits_on_cpus_are_those_of_the_model(tmp_path: Path) -> None:
+    folder = make_folder("flux1", tmp_path / "flux")
+    on_cpu = plan_models([str(folder)], "", WorkerPlan(auto=True), (Device(CPU, 128 * GIB),)).models[0].spec
+    assert on_cpu.limits["max_pixels"] == 2048 * 2048
+    assert on_cpu.limits["max_video_pixels"] == 0

@@ -43,6 +43,7 @@ from unfuse.planning.placement import (
     taken_bytes,
     with_index,
 )
+from unfuse.planning.size_limits import size_limits
 from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.settings import FIELDS, ByteSize
@@ -251,6 +252,10 @@ def plan_models(
                 replace(worker, role="+".join(needs) if worker.role == ALL_STAGES else worker.role)
                 for worker in workers
             )
+        models = tuple(
+            replace(model, spec=replace(model.spec, limits=size_limits(model.spec, workers, wanted, devices)))
+            for model in models
+        )
         return ServingPlan(models, needs, wanted, devices, workers, layouts=layouts)
     except ConfigError as error:
         return ServingPlan(models, needs, wanted, devices, (), str(error), layouts)
