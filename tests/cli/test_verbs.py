@@ -406,7 +406,7 @@ def test_doctor_shows_memory_and_placement_and_advises_not_to_split(unfuse: Run)
     code, out, _ = unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--arena", "1MiB", "--workers", "split")
     assert code == 0
     assert re.search(r"text_encoder +UMT5EncoderModel +281952 +\S+ MiB +float32 +1.1 MiB", out)
-    assert re.search(r"denoiser +cpu +transformer +float32 +7.6 MiB +unfuse/shapes", out)
+    assert re.search(r"denoiser +cpu +transformer +float32 +7.6 MiB +0 B +unfuse/shapes", out)
     assert re.search(r"cpu: 881.4 MiB of \S+ GiB free, including processes and arenas; activations need", out)
     assert "do not split: on one device stages take turns" in out
     assert out.endswith("2 more processes than undivided take 576.0 MiB of host memory\n")
@@ -451,7 +451,10 @@ def test_doctor_plans_for_another_machine_by_device_memory(unfuse: Run, monkeypa
         r"^planned for  another machine: cpu \S+ \w+, cuda:0 24.0 GiB, cuda:1 24.0 GiB$", out, re.MULTILINE
     )
     assert "\nlayout all=2: each worker runs all stages" in out
-    assert re.search(r"\ncuda:0: \S+ MiB of 24.0 GiB free, including processes and arenas", out)
+    assert re.search(
+        r"\ncuda:0: \S+ MiB of 24.0 GiB free, including processes, and activations of one request of the default size",
+        out,
+    )
     assert re.search(r"transformer +bfloat16 ", out)
     found = json.loads(unfuse("doctor", "unfuse/shapes", "--device-memory", "cuda:0=300MiB", "--json")[1])
     assert (found["planned_for"]["cuda:0"], found["is_this_machine"]) == (300 << 20, False)

@@ -37,6 +37,7 @@ TILED = (
     "stages say whether they were decoded in tiles for lack of memory, which --exact-only refuses; the numerics of "
     "workers have a field of this name, too, which is therefore not compared"
 )
+PLANNED = "activations are predicted, and sizes for which GPUs have no memory are refused"
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 TOKENS = (
     "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
@@ -223,7 +224,7 @@ RENAMES = Renames(
         },
     },
     added={
-        "fields": {"vae": TILED},
+        "fields": {"vae": TILED, "max_video_pixels": PLANNED, "activations": PLANNED},
         "metrics": {},
         "labels": {},
         "settings": {"UNFUSE_COMPUTE__EXACT_ONLY": TILED},

@@ -8,13 +8,12 @@ from msgspec.structs import replace
 
 from unfuse.core.compute_options import ComputeOptions, ParallelDegrees
 from unfuse.core.errors import ConfigError
+from unfuse.planning.component_memory import KV_CACHE, LAYER, ComponentMemory
 from unfuse.planning.placement import (
     CONTEXT,
     CPU,
-    KV_CACHE,
-    LAYER,
+    EXCHANGE_BUFFERS,
     PROCESS,
-    ComponentMemory,
     Device,
     PlacedWorker,
     WorkerPlan,
@@ -26,6 +25,7 @@ from unfuse.planning.placement import (
 )
 
 GIB = 1 << 30
+RANK = CONTEXT + EXCHANGE_BUFFERS
 HOST = Device(CPU, 64 * GIB)
 
 T5 = ComponentMemory("text_encoder", "bfloat16", 10 * GIB)
@@ -143,7 +143,7 @@ def test_model_offload_runs_roles_separately_without_the_denoiser() -> None:
 def test_sequential_offload_needs_one_layer_or_a_full_vae_per_worker() -> None:
     big_vae = ComponentMemory("vae", "float32", 3 * GIB)
     want = wanted(offload="sequential")
-    placed = place_workers({**NEEDS, "decoder": (big_vae,)}, want, gpus(9))
+    placed = place_workers({**NEEDS, "decoder": (big_vae,)}, want, gpus(10))
     assert [worker.device_bytes(want)["cuda:0"] - CONTEXT for worker in placed] == [LAYER, LAYER, 3 * GIB]
 
 
@@ -193,17 +193,47 @@ def test_cpu_worker_is_unaffected_by_offload_of_gpu_workers() -> None:
 def test_out_of_memory_error_lists_needs_free_memory_and_options() -> None:
     text = refusal(NEEDS, wanted(decoder=2), gpus(32))
     assert (
-        "cuda:0 would need 38.0 GiB (encoder 11.5 GiB + denoiser 24.5 GiB + decoder 1.0 GiB + decoder 1.0 GiB)" in text
+        "cuda:0 would need 38.8 GiB (encoder 11.7 GiB + denoiser 24.7 GiB + decoder 1.2 GiB + decoder 1.2 GiB)" in text
     )
     assert "has 32.0 GiB free" in text
     assert "cpu has 64.0 GiB free" in text
-    assert "it would fit with --offload model, or with --offload sequential, or with --place encoder=cpu" in text
+    assert "it would fit with --offload model, or with --offload sequential, or with weights in fp8" in text
+    assert "or with --place encoder=cpu" in text
     assert "decoder=cpu" not in text
+
+
+def test_offload_is_not_suggested_for_weights_that_stay_on_the_device() -> None:
+    fixed = {**NEEDS, "denoiser": (replace(TRANSFORMER, can_offload=False),)}
+    text = refusal(fixed, wanted(), gpus(30))
+    assert text.count("--offload") == text.count("--offload sequential,transformer=none") == 1
+    assert "--offload model" in refusal(NEEDS, wanted(), gpus(30))
+
+
+def test_refusal_names_two_changes_where_one_is_not_enough() -> None:
+    busy = {**NEEDS, "decoder": (replace(VAE, activations=20 * GIB, tiled_activations=GIB),)}
+    fixed = {role: tuple(replace(part, can_offload=False) for part in parts) for role, parts in busy.items()}
+    text = refusal(fixed, replace(wanted(), shardable_roles=frozenset()), gpus(26))
+    assert "it would fit with --dtype vae=bfloat16 and weights in GGUF Q4_K" in text
+
+
+def test_worker_is_planned_with_the_largest_activations_of_its_components() -> None:
+    parts = (replace(T5, activations=GIB), replace(TRANSFORMER, activations=3 * GIB))
+    worker = PlacedWorker("all", "cuda:0", parts)
+    assert worker.device_bytes(WorkerPlan())["cuda:0"] == CONTEXT + (10 + 24 + 3) * GIB
+    assert worker.device_bytes(wanted(offload="model"))["cuda:0"] == CONTEXT + (24 + 3) * GIB
+    assert PlacedWorker("all", CPU, parts).device_bytes(WorkerPlan()) == {CPU: PROCESS + 34 * GIB}
+
+
+def test_sequence_parallel_ranks_share_the_activations() -> None:
+    needs = {**NEEDS, "denoiser": (replace(TRANSFORMER, activations=4 * GIB),)}
+    want = spread("ulysses:2", place="encoder=cpu,decoder=cpu")
+    (_, denoiser, _) = place_workers(needs, want, gpus(40, 40))
+    assert denoiser.device_bytes(want)["cuda:1"] == RANK + (24 + 2) * GIB
 
 
 def test_out_of_memory_error_suggests_only_options_that_fit() -> None:
     small = (Device(CPU, GIB), Device("cuda:0", GIB))
-    assert "is enough: more memory is needed" in refusal(NEEDS, wanted(), small)
+    assert "are enough: more memory is needed" in refusal(NEEDS, wanted(), small)
     float32 = {role: tuple(part.stored_as("float32") for part in parts) for role, parts in NEEDS.items()}
     assert "it would fit with --dtype bfloat16" in refusal(float32, wanted(), (Device(CPU, 40 * GIB),))
     assert "it would fit with --arena 64MiB" in refusal(NEEDS, wanted(arena=2 * GIB), (Device(CPU, 40 * GIB),))
@@ -254,7 +284,7 @@ def test_ranks_with_full_weights_use_gpus_with_most_free_memory() -> None:
     placed = place_workers(NEEDS, want, gpus(20, 48, 30, 47, 46))
     assert seats(placed)[1] == ("denoiser", "cuda:1+cuda:3+cuda:4+cuda:2")
     (denoiser,) = (worker for worker in placed if worker.role == "denoiser")
-    assert denoiser.device_bytes(want) == {**{f"cuda:{n}": 24 * GIB + CONTEXT for n in (1, 2, 3, 4)}, CPU: 4 * PROCESS}
+    assert denoiser.device_bytes(want) == {**{f"cuda:{n}": 24 * GIB + RANK for n in (1, 2, 3, 4)}, CPU: 4 * PROCESS}
     assert "cfg:2+ulysses:2 needs 4 GPUs, and there are 3: cuda:0, cuda:1, cuda:2" in refusal(
         NEEDS, want, gpus(20, 48, 30)
     )
@@ -281,11 +311,9 @@ def test_ranks_with_partial_weights_fit_where_full_weights_do_not(how: str) -> N
     want = spread(how, place="encoder=cpu,decoder=cpu")
     placed = place_workers(NEEDS, want, gpus(16, 16))
     assert seats(placed)[1] == ("denoiser", "cuda:0+cuda:1")
-    assert placed[1].device_bytes(want) == {
-        "cuda:0": CONTEXT + 12 * GIB,
-        "cuda:1": CONTEXT + 12 * GIB,
-        CPU: 2 * PROCESS,
-    }
+    gathered = 24 * GIB // 20 if how.startswith("shard") else 0
+    rank_bytes = RANK + 12 * GIB + gathered
+    assert placed[1].device_bytes(want) == {"cuda:0": rank_bytes, "cuda:1": rank_bytes, CPU: 2 * PROCESS}
     with pytest.raises(ConfigError, match="do not fit"):
         place_workers(NEEDS, spread("ulysses:2", place="encoder=cpu,decoder=cpu"), gpus(16, 16))
 
@@ -303,7 +331,7 @@ def test_tensor_parallel_divides_only_tensor_parallel_bytes() -> None:
     needs = {**NEEDS, "denoiser": (shared,)}
     want = spread("tensor:4", place="encoder=cpu,decoder=cpu")
     placed = place_workers(needs, want, gpus(13, 13, 13, 13))
-    assert placed[1].device_bytes(want) == {**{f"cuda:{n}": CONTEXT + 12 * GIB for n in range(4)}, CPU: 4 * PROCESS}
+    assert placed[1].device_bytes(want) == {**{f"cuda:{n}": RANK + 12 * GIB for n in range(4)}, CPU: 4 * PROCESS}
     with pytest.raises(ConfigError, match="do not fit"):
         place_workers(NEEDS, want, gpus(13, 13, 13, 13))
     halved = replace(shared, dtype="float32").stored_as("bfloat16")

@@ -8,7 +8,8 @@ import pytest
 
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.plan import readable_pool
-from unfuse.planning.placement import ComponentMemory, Device, WorkerPlan, place_workers
+from unfuse.planning.component_memory import ComponentMemory
+from unfuse.planning.placement import Device, WorkerPlan, place_workers
 from unfuse.service.plan import ServingPlan, plan_models
 from unfuse.service.report import invariance_rows, split_gains, split_recommendation
 from unfuse.worker.batch_invariance import TRUSTED_AFTER, InvarianceResults

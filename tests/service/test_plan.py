@@ -20,7 +20,8 @@ from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
 from unfuse.models import resolve_source
-from unfuse.planning.placement import CONTEXT, CPU, ComponentMemory, Device, PlacedWorker, WorkerPlan, parse_place
+from unfuse.planning.component_memory import ComponentMemory
+from unfuse.planning.placement import CPU, Device, PlacedWorker, WorkerPlan, parse_place
 from unfuse.service.options import plan_service, serve_options
 from unfuse.service.plan import PlannedModel, ServingPlan, components_by_role, explicit_dtypes, plan_models, read_models
 from unfuse.service.settings import load
@@ -236,15 +237,6 @@ def test_hub_model_is_planned_at_its_commit_without_its_weights(tmp_path: Path) 
         assert not [file for file in hub.brought() if file.endswith(".safetensors")]
 
 
-def test_model_too_large_for_a_gpu_gets_a_sharding_suggestion() -> None:
-    """Alone on its GPU a transformer needs a context and itself; a half of it fits beside one."""
-    want = wanted(place="encoder=cpu,decoder=cpu")
-    (transformer,) = (part for part in plan_models([SHAPES], "", want, GPUS).needs["denoiser"])
-    little = tuple(Device(f"cuda:{number}", CONTEXT + transformer.bytes * 3 // 4) for number in range(2))
-    found = plan_models([SHAPES], "", want, (*HOST, *little))
-    assert "it would fit with --parallel denoiser=shard:2" in found.refusal
-
-
 def test_language_worker_is_planned_with_weights_and_kv_cache_once(tmp_path: Path) -> None:
     """And once by each, where the roles have workers of their own; with keys and values of the longest text, too, of
     which ranks have a share each, as of what is cut."""
@@ -265,8 +257,10 @@ def test_language_worker_is_planned_with_weights_and_kv_cache_once(tmp_path: Pat
         for workers in ({"language": 1}, {"prefill": 1, "decode": 1})
     )
     kept, full = (4096 + 2 * 2 * 16 * 64 * width for width in (2, 4))
-    assert [[part.bytes for part in worker.parts] for worker in together] == [[2000, kept]]
-    assert [[part.bytes for part in worker.parts] for worker in apart] == [[2000, kept], [2000, kept]]
+    assert [[part.bytes for part in worker.parts][0] for worker in (*together, *apart)] == [2000, 2000, 2000]
+    needs = components_by_role(read_models([str(tmp_path)], "", WorkerPlan(), GPUS))
+    (least,) = {part.bytes for parts in needs.values() for part in parts[1:]}
+    assert least == kept < min(worker.parts[1].bytes for worker in (*together, *apart))
     ranks = {"parallel": "language=tensor:2", "device": "cpu+cpu"}
     (worker,) = plan_models([str(tmp_path)], "", WorkerPlan(None, {}, ComputeOptions(**ranks)), HOST).workers
     assert (worker.role, [part.bytes for part in worker.parts]) == ("language", [4000, full // 2])

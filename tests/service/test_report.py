@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from tools.cards import MOVING, PICTURES, STILL
 from unfuse import __version__
 from unfuse.core.model_spec import START_IMAGE, ModelSpec
-from unfuse.planning.placement import CPU, ComponentMemory, Device, PlacedWorker, WorkerPlan
+from unfuse.planning.component_memory import ComponentMemory
+from unfuse.planning.placement import CPU, Device, PlacedWorker, WorkerPlan
 from unfuse.service.plan import PlannedModel, ServingPlan
 from unfuse.service.report import StartScreen
 
@@ -82,7 +83,7 @@ def test_start_screen_lists_models_workers_and_memory() -> None:
     ).opening()
     assert lines[0] == f"serving flux (test/pictures) with unfuse {__version__}"
     workers_line = r"workers: 2 × denoiser on cuda:0, 1 × encoder on cpu; memory: "
-    assert re.fullmatch(workers_line + r"cpu .* of 8.0 GiB free, cuda:0 5.0 GiB of 24.0 GiB free", lines[1])
+    assert re.fullmatch(workers_line + r"cpu .* of 8.0 GiB free, cuda:0 5.4 GiB of 24.0 GiB free", lines[1])
     assert len(lines) == 2
 
 

@@ -149,14 +149,17 @@ def print_memory(plan: ServingPlan, write_line: Callable[[str], object]) -> None
 
     `write_line`: called with each line.
     """
-    columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
+    columns = ["worker", "role", "device", "component", "dtype", "memory", "activations", "models"]
     for line in show.table(plan.rows(), columns, "no worker is started here"):
         write_line(line)
     for component, times in plan.repeats().items():
         write_line(f"{component} is listed {times} times in a worker: each stage that uses it loads its own copy")
     for sums in plan.memory():
-        used = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, including processes and arenas"
-        write_line(f"{sums['device']}: {used}; activations need additional memory")
+        used = f"{sums['device']}: {readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, including"
+        if sums["device"] == CPU:
+            write_line(f"{used} processes and arenas; activations need additional memory")
+        else:
+            write_line(f"{used} processes, and activations of one request of the default size")
 
 
 class _StartReport:

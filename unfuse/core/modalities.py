@@ -59,6 +59,8 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_size: int = 2048
     #: The most pixels of a picture or frame.
     max_pixels: int = 2048 * 2048
+    #: The most pixels of all frames of a video together; 0: as many as the other limits allow.
+    max_video_pixels: int = 0
     #: The most frames of a result; 1: the model generates no videos.
     max_frames: int = 1
     #: A video has i · frame_multiple + 1 frames, as the VAE encodes its first frame alone.
@@ -88,7 +90,24 @@ def _complete_image(limits: MediaLimits, params: Params, values: Mapping[str, An
 def _complete_video(limits: MediaLimits, params: Params, values: Mapping[str, Any], _: object) -> Params:
     """Return the further parameters of a video (`Modality.complete_params`)."""
     frames = _frames(limits, params, values)
-    return _complete_common(limits, params, values) | {"num_frames": frames}
+    completed = _complete_common(limits, params, values)
+    width, height = (int(completed.get(side) or default_of(params, side)) for side in ("width", "height"))
+    _check_video_pixels(limits, width, height, frames)
+    return completed | {"num_frames": frames}
+
+
+def _check_video_pixels(limits: MediaLimits, width: int, height: int, frames: int) -> None:
+    """Raise InvalidParameter if all frames together have too many pixels."""
+    if not limits.max_video_pixels or width * height * frames <= limits.max_video_pixels:
+        return
+    possible = limits.max_video_pixels // (width * height)
+    possible -= (possible - 1) % limits.frame_multiple
+    advice = f"at most {possible} frames of this size" if possible > 0 else "a smaller size"
+    raise InvalidParameter(
+        f"{frames} frames of {width}x{height} have {width * height * frames} pixels, but a video may have at most "
+        f"{limits.max_video_pixels}: ask for {advice}",
+        "num_frames",
+    )
 
 
 def _complete_common(limits: MediaLimits, params: Params, values: Mapping[str, Any]) -> Params:

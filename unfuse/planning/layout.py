@@ -14,12 +14,12 @@ from unfuse.core.compute_options import MaxLoadedModels
 from unfuse.core.errors import ConfigError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import ALL_STAGES
+from unfuse.planning.component_memory import Needs
 from unfuse.planning.placement import (
     CPU,
     PROCESS,
     SPLIT,
     Device,
-    Needs,
     PlacedWorker,
     WorkerPlan,
     devices_of,
@@ -66,7 +66,13 @@ class Layout(msgspec.Struct, frozen=True):
     def apply_to(self, plan: WorkerPlan) -> WorkerPlan:
         """Return the plan with the workers of this layout."""
         counts = parse_workers(self.workers)
-        return replace(plan, auto=False, counts=counts, max_loaded_models=self.max_loaded_models)
+        return replace(
+            plan,
+            auto=False,
+            counts=counts,
+            max_loaded_models=self.max_loaded_models,
+            is_layout_free=plan.auto or plan.is_layout_free,
+        )
 
 
 class LayoutSearch(msgspec.Struct, frozen=True):

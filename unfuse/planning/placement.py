@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -23,8 +24,16 @@ from unfuse.core.compute_options import (
     worker_parallelism,
 )
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.offload_options import Offload, offload_of
-from unfuse.core.plan import ALL_STAGES, roles_of
+from unfuse.core.offload_options import Offload
+from unfuse.core.plan import ALL_STAGES, ROLE_GROUPS, roles_of
+from unfuse.planning.component_memory import (
+    KV_CACHE,
+    QUANTIZE,
+    ComponentMemory,
+    Needs,
+    quantized_needs,
+    smaller_needs,
+)
 
 CPU = "cpu"
 
@@ -35,69 +44,15 @@ SPLIT = "split"
 #: The value of `--workers` for no worker.
 NONE = "none"
 
-#: The component of a language model that is no part of its weights, and always on the device.
-KV_CACHE = "keys and values"
-CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
+#: GPU memory that a process takes before its first weight: the context, cuBLAS and cuDNN. Measured on an H100.
+CONTEXT = 727 << 20
+#: GPU memory of a rank for exchanges: NCCL's default buffers of 4 MiB, for at most 32 channels in 2 directions.
+EXCHANGE_BUFFERS = 2 * 32 * (4 << 20)
+SMALL_ARENA = 64 << 20  # the smallest arena that is advised
+SLOW = "--offload sequential", "--place"  # beginnings of advice that makes requests many times slower
 PROCESS = 288 << 20  # host memory that a worker needs for libraries, in addition to its weights and its arena
 NO_DEVICE = "there is no device"  # the beginning of the error for a device that the machine does not have
 MAX_WORKERS = 1024  # the most workers of one role
-LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
-
-Needs = Mapping[str, "tuple[ComponentMemory, ...]"]
-"""The components that each worker of a role loads, by role."""
-
-
-class ComponentMemory(msgspec.Struct, frozen=True):
-    """The memory of one loaded component in one worker."""
-
-    #: Folder of the component within its model, such as vae.
-    component: str
-    #: Dtype in which it is loaded.
-    dtype: str
-    #: Bytes in this dtype, on each rank.
-    bytes: int
-    #: Names of the models that use the component.
-    models: tuple[str, ...] = ()
-    #: Whether it is mapped from files without conversion: on CPUs, all workers share that memory.
-    mapped: bool = False
-    #: Bytes, out of `bytes`, that ranks divide among themselves with tensor parallelism.
-    tensor_parallel_bytes: int = 0
-    #: Whether one copy serves all stages of the worker.
-    shared_by_stages: bool = False
-    #: Whether each rank has another part of it. Otherwise the ranks of a worker share one copy in host memory.
-    differs_by_rank: bool = False
-    #: Whether its weights can be in host memory while they are not used.
-    can_offload: bool = True
-
-    def stored_as(self, dtype: str) -> ComponentMemory:
-        """Return the component in float32 or bfloat16; unchanged if it cannot have that dtype.
-
-        Only a float32 component that is no VAE can be bfloat16.
-        """
-        can_be_bfloat16 = self.dtype == "float32" and not self.component.startswith("vae")
-        if self.dtype == dtype or not (can_be_bfloat16 or dtype == "float32"):
-            return self
-        factor = 2 if dtype == "float32" else 1 / 2
-        sizes = {"bytes": int(self.bytes * factor), "tensor_parallel_bytes": int(self.tensor_parallel_bytes * factor)}
-        return replace(self, dtype=dtype, mapped=False, **sizes)
-
-    def of_rank(self, spread: ParallelDegrees) -> ComponentMemory:
-        """Return the part of it on one rank."""
-        absent_bytes = self.tensor_parallel_bytes - -(-self.tensor_parallel_bytes // spread.degrees.get("tensor", 1))
-        rank_bytes = -(-(self.bytes - absent_bytes) // spread.parts)
-        return replace(self, bytes=rank_bytes, mapped=False, differs_by_rank=True) if rank_bytes < self.bytes else self
-
-    def offload(self, text: str) -> Offload:
-        """Return how it is offloaded with this value of `--offload`."""
-        return offload_of(text, self.component) if self.can_offload and self.component != KV_CACHE else "none"
-
-    def resident(self, offload: Offload) -> int:
-        """Return the most bytes of it on a GPU at one time, with this offload.
-
-        With `sequential`, that is one layer, except for a VAE.
-        """
-        by_layer = offload == "sequential" and not self.component.startswith("vae")
-        return min(self.bytes, LAYER) if by_layer else self.bytes
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -131,6 +86,12 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     auto: bool = False
     #: "1": a worker loads one model at a time (model swapping). "all": it loads all models at its start.
     max_loaded_models: MaxLoadedModels = "all"
+    #: Bytes of each model's KV cache, for all ranks together; 0: what the plan leaves on the device.
+    kv: int = 0
+    #: Whether the layout was chosen, so that another change may come with another layout.
+    is_layout_free: bool = False
+    #: Names in `--parallel` of roles whose weights tensor parallelism divides, with the number that its degree divides.
+    tensor_roles: Mapping[str, int] = {}
 
     def worker_counts(self, roles: Iterable[str]) -> dict[str, int]:
         """Return the number of workers of each name, for models with these roles.
@@ -179,7 +140,10 @@ class PlacedWorker(msgspec.Struct, frozen=True):
         return is_cpu_only([self.device])
 
     def device_bytes(self, plan: WorkerPlan) -> Counter[str]:
-        """Return the bytes that it needs on each device, without activations."""
+        """Return the bytes that it needs on each device.
+
+        On a GPU, activations of one request of the default size are included.
+        """
         ranks = len(self.devices)
         host = ranks * PROCESS + plan.arena
         if self.on_cpu:
@@ -187,13 +151,24 @@ class PlacedWorker(msgspec.Struct, frozen=True):
                 {CPU: host + sum(part.bytes * (ranks if part.differs_by_rank else 1) for part in self.parts)}
             )
 
-        # weights that are not in use are in pinned host memory
-        offloads = [part.offload(plan.compute.offload) for part in self.parts]
-        moved = [(part, how) for part, how in zip(self.parts, offloads, strict=True) if how != "none"]
-        offloaded = sum(part.bytes for part, _ in moved)
-        steady = sum(part.bytes for part in self.parts) - offloaded
-        resident = max((part.resident(how) for part, how in moved), default=0)
-        return Counter(dict.fromkeys(self.devices, CONTEXT + steady + resident) | {CPU: host + offloaded})
+        offloads = [(part, part.offload(plan.compute.offload)) for part in self.parts]
+        fixed = [part for part, how in offloads if how == "none"]
+        # weights that are not in use are in pinned host memory, and the last ones that ran stay on the device
+        moved = [(part, part.resident(how)) for part, how in offloads if how != "none"]
+        last = max((resident for _, resident in moved), default=0)
+        peaks = [last + part.activations for part in fixed] + [resident + part.activations for part, resident in moved]
+        sizes = (plan.kv // ranks or part.bytes if part.component == KV_CACHE else part.bytes for part in fixed)
+        steady = CONTEXT + self._preview_bytes + (EXCHANGE_BUFFERS if ranks > 1 else 0) + sum(sizes)
+        return Counter(
+            dict.fromkeys(self.devices, steady + max(peaks, default=0))
+            | {CPU: host + sum(part.bytes for part, _ in moved)}
+        )
+
+    @property
+    def _preview_bytes(self) -> int:
+        """The bytes of VAEs that it loads for previews only."""
+        decoded = {name for part in self.parts if part.component == "vae" for name in part.models}
+        return sum(part.preview_bytes for part in self.parts if not decoded.issuperset(part.models))
 
 
 def parse_place(text: str) -> dict[str, tuple[str, ...]]:
@@ -422,52 +397,85 @@ def _refusal(
         f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device not in full_devices
     ]
 
-    remedies = [
-        remedy
-        for remedy, other_needs, other_plan in _remedies(needs, plan, devices)
-        if _fits(other_needs, other_plan, devices)
-    ]
-    if remedies:
-        advice = f"it would fit with {', or with '.join(remedies)}"
-    else:
-        advice = (
-            "no single change of --workers, --arena, --dtype, --parallel, --offload or --place is enough: "
-            "more memory is needed"
-        )
-    return f"the models do not fit: {'; '.join([*sums, *others])}; activations come on top; {advice}"
+    return f"the models do not fit: {'; '.join([*sums, *others])}; {_advice(needs, plan, devices)}"
+
+
+def _advice(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> str:
+    """Return the changes with which the workers fit, as few at a time as possible."""
+    remedies = [*_remedies(needs, plan, devices)]
+
+    def fits(remedy: _Remedy) -> bool:
+        return _fits(remedy.needs, remedy.plan, devices)
+
+    # of several degrees of one kind of parallelism, the smallest
+    fitting = {remedy.text.partition(":")[0]: remedy.text for remedy in reversed(remedies) if fits(remedy)}
+    advice = [*reversed(fitting.values())]
+    # the second change is one of the plan with the first
+    pairs = (
+        f"{remedy.text} and {more.text}"
+        for remedy in remedies
+        for more in _remedies(remedy.needs, remedy.plan, devices)
+        if more.text != remedy.text and (not advice or more.text.startswith(QUANTIZE)) and fits(more)
+    )
+    if all(text.startswith(SLOW) for text in advice) and (pair := next(pairs, "")):
+        advice.append(pair)
+    if advice:
+        return f"it would fit with {', or with '.join(advice)}"
+    return (
+        "no two changes of --workers, --arena, --dtype, --vae, --parallel, --offload, --place or the weights are "
+        "enough: more memory is needed"
+    )
 
 
 def _fits(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> bool:
-    """Return whether these workers can be placed and fit."""
-    with suppress(ConfigError):  # there may be more ranks than devices
-        return not _full_devices(_assign_devices(needs, plan, devices), plan, devices)
+    """Return whether these workers fit.
+
+    If the layout is free, one worker of all stages may fit instead.
+    """
+    plans = [plan, replace(plan, counts={ALL_STAGES: 1})] if plan.is_layout_free and not plan.place else [plan]
+    for candidate in plans:
+        with suppress(ConfigError):  # there may be more ranks than devices
+            if not _full_devices(_assign_devices(needs, candidate, devices), candidate, devices):
+                return True
     return False
 
 
-def _remedies(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, WorkerPlan]]:
-    """Yield changes with which the workers may fit: (text, its needs, its plan)."""
+class _Remedy(NamedTuple):
+    """A change with which workers may fit."""
+
+    #: The change, as advice.
+    text: str
+    #: The needs after it.
+    needs: Needs
+    #: The plan after it.
+    plan: WorkerPlan
+
+
+def _remedies(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> Iterator[_Remedy]:
+    """Yield changes with which the workers may fit, those that cost least first."""
     counts = plan.worker_counts(needs)
     single_counts = {role: min(1, count) for role, count in counts.items()}
     if single_counts != counts:
-        yield "one worker for each role", needs, replace(plan, counts=single_counts)
-    yield "--arena 64MiB", needs, replace(plan, arena=min(64 << 20, plan.arena))
-    half_needs = {role: tuple(part.stored_as("bfloat16") for part in parts) for role, parts in needs.items()}
-    yield "--dtype bfloat16", half_needs, plan
-
+        yield _Remedy("one worker for each role", needs, replace(plan, counts=single_counts))
+    if plan.arena > SMALL_ARENA:
+        yield _Remedy("--arena 64MiB", needs, replace(plan, arena=SMALL_ARENA))
+    gpus = [device.name for device in devices if device.name != CPU]
     gpu_roles = [role for role in counts if not is_cpu_only(devices_of(role, plan, devices))]
+    yield from (_Remedy(text, changed, plan) for text, changed in smaller_needs(needs, on_gpu=bool(gpu_roles)))
+
     spreads = parse_parallel(plan.compute.parallel)
     split_roles = {role for role, spread in spreads.items() if {*WEIGHT_SPLITTING_KINDS} & {*spread.degrees}}
-    for role in sorted(plan.shardable_roles - split_roles):
-        spread = spreads.get(role, ParallelDegrees())
-        sharded = spreads | {role: ParallelDegrees({**spread.degrees, SHARD: max(2, spread.size)})}
-        text = ",".join(f"{name}={degrees}" for name, degrees in sharded.items())
-        yield f"--parallel {text}", needs, replace(plan, compute=replace(plan.compute, parallel=text))
+    for text in _split_weights(plan, len(gpus), split_roles):
+        yield _Remedy(f"--parallel {text}", needs, replace(plan, compute=replace(plan.compute, parallel=text)))
 
-    offloads: tuple[Offload, ...] = ("model", "sequential") if gpu_roles and not split_roles else ()
+    offloads: tuple[Offload, ...] = (
+        ("model", "sequential") if gpu_roles and plan.compute.offload == "none" and not split_roles else ()
+    )
     fixed = sorted({part.component for parts in needs.values() for part in parts if not part.can_offload})
     for offload in offloads:
         text = ",".join([offload, *(f"{component}=none" for component in fixed)])
-        yield f"--offload {text}", needs, replace(plan, compute=replace(plan.compute, offload=text))
+        yield _Remedy(f"--offload {text}", needs, replace(plan, compute=replace(plan.compute, offload=text)))
+    yield from (_Remedy(text, changed, plan) for text, changed in quantized_needs(needs) if gpu_roles)
 
     for role in gpu_roles:
         roles = roles_of(role)
@@ -475,7 +483,22 @@ def _remedies(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> Iter
             name: tuple(part.stored_as("float32") for part in parts) if roles is None or name in roles else parts
             for name, parts in needs.items()
         }
-        yield f"--place {role}={CPU}", moved_needs, replace(plan, place={**plan.place, role: (CPU,)})
+        yield _Remedy(f"--place {role}={CPU}", moved_needs, replace(plan, place={**plan.place, role: (CPU,)}))
+
+
+def _split_weights(plan: WorkerPlan, gpus: int, split_roles: set[str]) -> Iterator[str]:
+    """Yield values of `--parallel` that divide the weights of a role over the GPUs."""
+    spreads = parse_parallel(plan.compute.parallel)
+    kinds = {role: (SHARD, 0) for role in sorted(plan.shardable_roles)}
+    kinds |= {role: ("tensor", heads) for role, heads in plan.tensor_roles.items()}
+    for role, (kind, divisible) in kinds.items():
+        spread = spreads.get(role, ParallelDegrees())
+        if split_roles.intersection(ROLE_GROUPS.get(role, (role,))):
+            continue
+        for degree in (2, 4, 8) if spread.size == 1 else (spread.size,):
+            if degree <= max(2, gpus) and divisible % degree == 0:
+                split = spreads | {role: ParallelDegrees({**spread.degrees, kind: degree})}
+                yield ",".join(f"{name}={degrees}" for name, degrees in split.items())
 
 
 def with_index(name: str) -> str:

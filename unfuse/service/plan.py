@@ -19,18 +19,19 @@ from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.offload_options import check_offload, parse_offload
-from unfuse.core.plan import ALL_STAGES, Pipeline, StageSpec, roles_of
+from unfuse.core.plan import ALL_STAGES, ROLE_GROUPS, Pipeline, StageSpec, roles_of
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.local import ForkServers, InheritedForks
 from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.encoders import sharded_elements
+from unfuse.models.peaks import component_peak, default_size
+from unfuse.planning.component_memory import KV_CACHE, ComponentMemory
+from unfuse.planning.kv_memory import kv_option, with_kv_caches
 from unfuse.planning.layout import HostResources, LayoutSearch, search_layouts
 from unfuse.planning.machine import CONTROL_GROUP, usable_cpus
 from unfuse.planning.placement import (
     AUTO,
-    KV_CACHE,
-    ComponentMemory,
     Device,
     PlacedWorker,
     WorkerPlan,
@@ -42,10 +43,11 @@ from unfuse.planning.placement import (
     taken_bytes,
     with_index,
 )
+from unfuse.planning.size_limits import size_limits
 from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.settings import FIELDS, ByteSize
-from unfuse.stages.specs import PREFILL
+from unfuse.stages.specs import DECODE, DENOISE, PREFILL
 from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes, parse_dtypes
 from unfuse.weights.gguf_model import open_files
 from unfuse.weights.source import with_components
@@ -80,6 +82,12 @@ class PlannedComponent(msgspec.Struct, frozen=True):
 
     #: Whether its weights can be in host memory while they are not used (`--offload`).
     can_offload: bool = True
+
+    #: Predicted bytes on a GPU beside the weights, while it computes one request of the model's default size.
+    activations: int = 0
+
+    #: The same with `--vae tiled`.
+    tiled_activations: int = 0
 
 
 class PlannedModel(msgspec.Struct, frozen=True):
@@ -132,6 +140,7 @@ class ServingPlan(msgspec.Struct, frozen=True):
                 "component": part.component,
                 "dtype": part.dtype,
                 "memory": ByteSize(part.bytes),
+                "activations": ByteSize(0 if worker.on_cpu else part.activations),
                 "models": part.models,
             }
             for number, worker in enumerate(self.workers, 1)
@@ -151,7 +160,7 @@ class ServingPlan(msgspec.Struct, frozen=True):
     def memory(self) -> list[dict[str, Any]]:
         """Return a table row for each used device, with used and free bytes.
 
-        Processes and arenas of the workers are included; activations are not.
+        Processes and arenas of the workers are included, and on GPUs the activations of one request.
         """
         used = taken_bytes(self.workers, self.worker_plan)
         return [
@@ -178,7 +187,15 @@ def worker_plan(settings: Settings) -> WorkerPlan:
         raise UsageError("--max-loaded-models 1 needs workers of all stages: write --workers all=1 without --parallel")
 
     arena = settings.arena.bytes or SHARED_ARENA
-    return WorkerPlan(counts, devices, settings.compute, arena, auto=is_automatic, max_loaded_models=max_loaded_models)
+    return WorkerPlan(
+        counts,
+        devices,
+        settings.compute,
+        arena,
+        auto=is_automatic,
+        max_loaded_models=max_loaded_models,
+        kv=settings.kv.bytes,
+    )
 
 
 def plan_models(
@@ -214,6 +231,11 @@ def plan_models(
         wanted,
         first=frozenset(stage.role for stage in stages if stage.work.forwards),
         shardable_roles=frozenset(stage.role for stage in stages if SHARD in stage.parallelism),
+        tensor_roles={
+            next((name for name, members in ROLE_GROUPS.items() if stage.role in members), stage.role): heads
+            for stage in stages
+            if stage.kind in (PREFILL.kind, DECODE.kind) and (heads := stage.parallelism.get("tensor", 0))
+        },
     )
     # Both raise for settings that these models cannot have: unknown roles, and unsupported parallelism.
     wanted.worker_counts(needs)
@@ -224,12 +246,16 @@ def plan_models(
         wanted = layouts.chosen.apply_to(wanted)
 
     try:
-        workers = place_workers(needs, wanted, devices)
+        workers = with_kv_caches(place_workers(needs, wanted, devices), wanted, devices)
         if not has_results:
             workers = tuple(
                 replace(worker, role="+".join(needs) if worker.role == ALL_STAGES else worker.role)
                 for worker in workers
             )
+        models = tuple(
+            replace(model, spec=replace(model.spec, limits=size_limits(model.spec, workers, wanted, devices)))
+            for model in models
+        )
         return ServingPlan(models, needs, wanted, devices, workers, layouts=layouts)
     except ConfigError as error:
         return ServingPlan(models, needs, wanted, devices, (), str(error), layouts)
@@ -303,7 +329,12 @@ def read_models(
         dtypes = explicit_dtypes(specs[name], dtype_spec, gpu_roles)
         files = open_files(folder)
         model_dtypes = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
-        planned = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
+        planned = {
+            component: with_activations(
+                _component(files, component, dtype), specs[name], files, tiled=wanted.compute.vae == "tiled"
+            )
+            for component, dtype in dtypes.items()
+        }
         # The spec is read again, since the dtypes are part of the names of pools.
         models.append(PlannedModel(read_model_spec(name, folder, model_dtypes), folder, model_dtypes, planned))
     return tuple(models)
@@ -331,6 +362,24 @@ def _component(files: ModelFolder, name: str, dtype: str) -> PlannedComponent:
     can_offload = not files.quantization(name) and name not in family.not_offloaded(files)
     sizes = parameters, files.size(name), dtype, memory
     return PlannedComponent(name, kind, *sizes, mapped, sharded * dtype_bytes, can_offload)
+
+
+def with_activations(
+    component: PlannedComponent, model_spec: ModelSpec, files: ModelFolder, *, tiled: bool
+) -> PlannedComponent:
+    """Return the component with the predicted bytes of its activations.
+
+    `tiled`: whether the VAE processes pictures in tiles.
+    """
+    if not component.parameters:
+        return component
+    size = replace(default_size(model_spec, files), width=DTYPES[component.dtype])
+    config = files.config(component.name)
+    whole, in_tiles = (
+        component_peak(component.name, component.kind, config, replace(size, tiled=is_tiled))
+        for is_tiled in (False, True)
+    )
+    return replace(component, activations=in_tiles if tiled else whole, tiled_activations=in_tiles)
 
 
 def explicit_dtypes(model_spec: ModelSpec, dtype_spec: str, gpu_roles: Collection[str]) -> dict[str, str]:
@@ -366,8 +415,9 @@ def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[Compon
     needs: dict[str, tuple[ComponentMemory, ...]] = {}
     for users in pools.values():
         stage, model = next(iter(users.values()))
-        has_one_model = open_files(model.folder).is_transformers_model
+        is_transformers_model = open_files(model.folder).is_transformers_model
         components = (model.components[name] for name in stage.components)
+        vae, previewing = model.components.get("vae"), (DENOISE.kind, stage.components[0])
         parts = tuple(
             ComponentMemory(
                 component.name,
@@ -376,8 +426,11 @@ def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[Compon
                 tuple(users),
                 component.mapped,
                 component.tensor_parallel_bytes,
-                shared_by_stages=has_one_model or component.name == "vae",
+                shared_by_stages=is_transformers_model or component is vae,
                 can_offload=component.can_offload,
+                activations=component.activations,
+                tiled_activations=component.tiled_activations,
+                preview_bytes=vae.memory if vae and (stage.kind, component.name) == previewing else 0,
             )
             for component in components
             if component.memory
@@ -535,6 +588,7 @@ def worker_specs(
         roles = roles_of(worker.role)
         role_slots = [count for role, count in slots.items() if roles is None or role in roles]
         options = common_options | {"slots": min(role_slots, default=settings.worker.slots)}
+        options["kv"] = settings.kv.bytes or kv_option(worker, wanted)
         if worker.on_cpu:
             options["offload"] = "none"  # a worker on CPUs has its weights in host memory anyway
         flags = {name.replace("_", "-"): str(value) for name, value in options.items()}

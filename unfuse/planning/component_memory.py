@@ -1,0 +1,146 @@
+"""The memory of components in workers, and changes that make it smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import msgspec
+from msgspec.structs import replace
+
+from unfuse.core.compute_options import SHARD, ParallelDegrees
+from unfuse.core.offload_options import Offload, offload_of
+
+#: The component of a language model that is no part of its weights, and always on the device.
+KV_CACHE = "keys and values"
+
+LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
+
+#: The beginning of the advice to use files with quantized weights.
+QUANTIZE = "weights in"
+
+#: Such files, by the bytes of a number in relation to bfloat16. Q8_0 has 8.5 bits, and Q4_K 4.5.
+QUANTIZED = {"fp8 or GGUF Q8_0": 8.5 / 16, "GGUF Q4_K": 4.5 / 16}
+
+
+class ComponentMemory(msgspec.Struct, frozen=True):
+    """The memory of one loaded component in one worker."""
+
+    #: Folder of the component within its model, such as vae.
+    component: str
+    #: Dtype in which it is loaded.
+    dtype: str
+    #: Bytes in this dtype, on each rank.
+    bytes: int
+    #: Names of the models that use the component.
+    models: tuple[str, ...] = ()
+    #: Whether it is mapped from files without conversion: on CPUs, all workers share that memory.
+    mapped: bool = False
+    #: Bytes, out of `bytes`, that ranks divide among themselves with tensor parallelism.
+    tensor_parallel_bytes: int = 0
+    #: Whether one copy serves all stages of the worker.
+    shared_by_stages: bool = False
+    #: Whether each rank has another part of it. Otherwise the ranks of a worker share one copy in host memory.
+    differs_by_rank: bool = False
+    #: Whether its weights can be in host memory while they are not used.
+    can_offload: bool = True
+    #: Predicted bytes on a GPU beside it while it computes one request of the default size.
+    activations: int = 0
+    #: The same with `--vae tiled`.
+    tiled_activations: int = 0
+    #: Bytes of the VAE that its worker loads for the first preview, unless it has the VAE anyway.
+    preview_bytes: int = 0
+
+    def stored_as(self, dtype: str) -> ComponentMemory:
+        """Return the component in float32 or bfloat16; unchanged if it cannot have that dtype.
+
+        Only a float32 component that is no VAE can be bfloat16.
+        """
+        can_be_bfloat16 = self.dtype == "float32" and not self.component.startswith("vae")
+        if self.dtype == dtype or not (can_be_bfloat16 or dtype == "float32"):
+            return self
+        return replace(self.scaled(2 if dtype == "float32" else 1 / 2), dtype=dtype, mapped=False)
+
+    def scaled(self, factor: float) -> ComponentMemory:
+        """Return the component with all its numbers in a dtype of other size."""
+        fields = ("bytes", "tensor_parallel_bytes", "activations", "tiled_activations")
+        return replace(self, **{name: int(getattr(self, name) * factor) for name in fields})
+
+    def of_rank(self, spread: ParallelDegrees) -> ComponentMemory:
+        """Return the part of it on one rank."""
+        absent_bytes = self.tensor_parallel_bytes - -(-self.tensor_parallel_bytes // spread.degrees.get("tensor", 1))
+        rank_bytes = -(-(self.bytes - absent_bytes) // spread.parts)
+        tokens = spread.degrees.get("ulysses", 1) * spread.degrees.get("ring", 1)
+        # beside its share, a rank has the block that it gathers and the next one: at most two of forty
+        gathered = self.bytes // 20 if SHARD in spread.degrees else 0
+        part = replace(self, activations=-(-self.activations // tokens) + gathered)
+        return replace(part, bytes=rank_bytes, mapped=False, differs_by_rank=True) if rank_bytes < self.bytes else part
+
+    def offload(self, text: str) -> Offload:
+        """Return how it is offloaded with this value of `--offload`."""
+        return offload_of(text, self.component) if self.can_offload and self.component != KV_CACHE else "none"
+
+    def resident(self, offload: Offload) -> int:
+        """Return the most bytes of it on a GPU at one time, with this offload.
+
+        With `sequential`, that is one layer, except for a VAE.
+        """
+        by_layer = offload == "sequential" and not self.component.startswith("vae")
+        return min(self.bytes, LAYER) if by_layer else self.bytes
+
+
+Needs = Mapping[str, tuple[ComponentMemory, ...]]
+"""The components that each worker of a role loads, by role."""
+
+
+def smaller_needs(needs: Needs, *, on_gpu: bool) -> Iterator[tuple[str, Needs]]:
+    """Yield changes of how components are loaded and used, each with its needs."""
+    yield "--dtype bfloat16", _changed(needs, lambda part: part.stored_as("bfloat16"))
+    if not on_gpu:
+        return
+    yield (
+        "--dtype vae=bfloat16",
+        _changed(
+            needs,
+            lambda part: (
+                replace(part.scaled(1 / 2), dtype="bfloat16")
+                if part.component.startswith("vae") and part.dtype == "float32"
+                else part
+            ),
+        ),
+    )
+    yield "--vae tiled", _changed(needs, lambda part: replace(part, activations=part.tiled_activations))
+    yield (
+        "half the pixels in serving.json",
+        _changed(needs, lambda part: replace(part, activations=part.activations // 2)),
+    )
+    if any(part.component == KV_CACHE for parts in needs.values() for part in parts):
+        yield (
+            "a limit max_tokens in serving.json of a quarter of the model's",
+            _changed(
+                needs,
+                lambda part: (
+                    replace(part, bytes=part.bytes // 4, tensor_parallel_bytes=part.tensor_parallel_bytes // 4)
+                    if part.component == KV_CACHE
+                    else part
+                ),
+            ),
+        )
+
+
+def quantized_needs(needs: Needs) -> Iterator[tuple[str, Needs]]:
+    """Yield other files for the largest components, with the needs after each: (text, needs)."""
+
+    def quantize(part: ComponentMemory, factor: float) -> ComponentMemory:
+        is_large = part.dtype == "bfloat16" and part.bytes > LAYER and part.component != KV_CACHE
+        if not is_large:
+            return part
+        return replace(part, bytes=int(part.bytes * factor), tensor_parallel_bytes=0, mapped=False)
+
+    for text, factor in QUANTIZED.items():
+        yield f"{QUANTIZE} {text}", _changed(needs, partial(quantize, factor=factor))
+
+
+def _changed(needs: Needs, change: Callable[[ComponentMemory], ComponentMemory]) -> Needs:
+    """Return the needs after a change of each component."""
+    return {role: tuple(map(change, parts)) for role, parts in needs.items()}
