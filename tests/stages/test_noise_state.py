@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.examples import examples
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
-from unfuse.stages.denoise import restore_scheduler, scheduler_state
+from unfuse.stages.noise_scheduler_state import restore_scheduler, scheduler_state
 
 FLOW = {"prediction_type": "flow_prediction", "flow_shift": 3.0}
 MAKERS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,14 +35,12 @@ from unfuse.stages.device_copies import HostCopy, to_device
 from unfuse.stages.feature_cache import SIMILAR, FeatureCache, Memory
 from unfuse.stages.image_encode import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
 from unfuse.stages.media import remedy
+from unfuse.stages.noise_scheduler_state import restore_scheduler, scheduler_state
 from unfuse.stages.vae_decode import PreviewDecoder
 from unfuse.weights.adapters import LoadedAdapters
 
 #: Inputs of the transformer by name, each (1 or rows, …).
 Inputs = Mapping[str, Tensor]
-
-#: Types of a noise scheduler's attributes that checkpoints store as they are, besides tensors and lists.
-PLAIN = (int, float, str, bool, type(None))
 
 
 class NoiseScheduler(Protocol):
@@ -229,10 +227,20 @@ class Denoise(SteppedStage[DenoiseState]):
 
         self.exact = options.batching != "batched"
         self._cfg_axis = mesh.axis("cfg") if mesh is not None and "cfg" in mesh.degrees else None
-        self._paired = self.exact and bool(denoiser.first)
+        self._place_halves()
+        self._noise_device = denoiser.device if options.noise_device != "cpu" else torch.device("cpu")
+
+    def _place_halves(self) -> None:
+        """Decide which halves of guidance share a forward."""
+        self._paired = self.exact and bool(self._denoiser.first)
         self._fused = (self._paired or not self.exact) and self._cfg_axis is None
         self.differs_alone = self.exact and self._cfg_axis is None and not self._paired
-        self._noise_device = denoiser.device if options.noise_device != "cpu" else torch.device("cpu")
+
+    def use_batched(self) -> None:
+        """Compute as in a batched pool, with both halves of guidance in one forward."""
+        if self.exact:
+            self.exact = False
+            self._place_halves()
 
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless the task has seed, steps, sizes and the tensors that guidance needs."""
@@ -545,57 +553,3 @@ def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
         f"denoising produced values that are not finite at step {state.step} of {len(state.scheduler.timesteps)}: "
         f"{remedy('the model', dtype, state.params)}"
     )
-
-
-def scheduler_state(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a noise scheduler's tensors and plain values that differ from a fresh one's.
-
-    A fresh scheduler of the same request has the rest: a first-order one differs in the index of the step, a multistep
-    one also in its last predictions. Tensors are copied to the CPU. Raises PermanentError for values of other types.
-    """
-    tensors: dict[str, Tensor] = {}
-    original = vars(fresh)
-    changed = {n: value for n, value in vars(scheduler).items() if n not in original or not _equal(value, original[n])}
-    return tensors, {name: _serialize(f"scheduler.{name}", value, tensors) for name, value in changed.items()}
-
-
-def restore_scheduler(
-    scheduler: object, tensors: Mapping[str, Tensor | None], values: Mapping[str, Any], device: Any
-) -> None:
-    """Set the values that `scheduler_state` returned on a fresh scheduler.
-
-    Tensors that were on the CPU stay there; the others are copied to `device`.
-    """
-    for name, value in values.items():
-        setattr(scheduler, name, _deserialize(value, tensors, device))
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, list):
-        return isinstance(right, list) and len(left) == len(right) and all(map(_equal, left, right))
-    return type(left) is type(right) and bool(left == right)
-
-
-def _serialize(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the value with each tensor replaced by its name and its device."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().to("cpu", copy=True)
-        return {"tensor": name, "cpu": value.device.type == "cpu"}
-    if isinstance(value, list):
-        return [_serialize(f"{name}.{index}", item, tensors) for index, item in enumerate(value)]
-    if isinstance(value, PLAIN):
-        return value
-    raise PermanentError(f"a noise scheduler with a {type(value).__name__} in {name} cannot be saved between steps")
-
-
-def _deserialize(value: Any, tensors: Mapping[str, Tensor | None], device: Any) -> Any:
-    """Return the value that `_serialize` was given, with copies of its tensors."""
-    if isinstance(value, dict):
-        tensor = tensors[value["tensor"]]
-        assert tensor is not None
-        return tensor.clone() if value["cpu"] else tensor.to(device, copy=True)
-    if isinstance(value, list):
-        return [_deserialize(item, tensors, device) for item in value]
-    return value
