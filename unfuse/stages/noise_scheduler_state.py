@@ -1,4 +1,4 @@
-"""The state of a diffusers noise scheduler between two steps, as plain values and tensors for a checkpoint."""
+"""The state of a diffusers noise scheduler as plain values and tensors, for checkpoints."""
 
 from __future__ import annotations
 
