@@ -32,6 +32,9 @@ class Renames(NamedTuple):
 HALVES = "what was the default happens always"
 MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees.py"
 COUNTED = "one plan says how many workers there are of each role: --workers encoder=1,denoiser=2,decoder=1"
+SETTLED = "a pool stops to compare batches after three differences"
+FLOAT32 = "float32 is computed in float32 on CUDA devices, unless this allows TF32"
+BATCHES = "compares batches with requests alone, in place of a search in the worker"
 HELP = "expert settings are in this help only"
 TILED = (
     "stages say whether they were decoded in tiles for lack of memory, which --exact-only refuses; the numerics of "
@@ -224,10 +227,17 @@ RENAMES = Renames(
         },
     },
     added={
-        "fields": {"vae": TILED, "max_video_pixels": PLANNED, "activations": PLANNED},
-        "metrics": {},
+        "fields": {"vae": TILED, "max_video_pixels": PLANNED, "activations": PLANNED, "mode": SETTLED},
+        "metrics": {"unfuse_pool_not_batch_invariant": SETTLED},
         "labels": {},
-        "settings": {"UNFUSE_COMPUTE__EXACT_ONLY": TILED},
-        "flags": {"--max-loaded-models": LOADED, "--help-all": HELP, "--exact-only": TILED, "--no-exact-only": TILED},
+        "settings": {"UNFUSE_COMPUTE__EXACT_ONLY": TILED, "UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32},
+        "flags": {
+            "--max-loaded-models": LOADED,
+            "--help-all": HELP,
+            "--exact-only": TILED,
+            "--no-exact-only": TILED,
+            "--fp32-precision": FLOAT32,
+            "--batches": BATCHES,
+        },
     },
 )
