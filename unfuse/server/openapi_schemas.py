@@ -59,6 +59,7 @@ STAGE = object_of(
         "failures": INTEGER,
         "crashes": INTEGER,
         "recomputes": INTEGER,
+        "device_failures": INTEGER,
         "queued_s": SECONDS,
         "get_s": SECONDS,
         "run_s": SECONDS,
@@ -167,6 +168,7 @@ WORKER = object_of(
         "node": TEXT,
         "role": TEXT,
         "device": TEXT,
+        "devices": array(object_of({"index": TEXT, "uuid": TEXT, "healthy": FLAG})),
         "pools": array(TEXT),
         "loaded_model": nullable(TEXT),
         "numerics": map_of(TEXT),
@@ -183,6 +185,7 @@ WORKER = object_of(
         "changed": map_of(TEXT),
         "unwritten": INTEGER,
         "healthy": FLAG,
+        "unhealthy_reason": nullable(TEXT),
         "seen_s": SECONDS,
     }
 )

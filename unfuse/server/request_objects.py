@@ -261,6 +261,7 @@ def _stage(context: RequestContext, planned: PlannedStage, run: RunningStage | N
         "attempt": run.attempt if run else state.attempt,
         "cached": state.status == "done" and not state.attempt,
         **{name: getattr(state, name) for name in ("failures", "crashes", "recomputes")},
+        "device_failures": len(state.device_failures),
         **{
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in asdict(run.timings if run else state.timings).items()

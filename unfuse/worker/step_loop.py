@@ -39,6 +39,7 @@ from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
+from unfuse.worker.device_errors import task_error
 from unfuse.worker.encoder_thread import EncodedStep, EncoderThread
 from unfuse.worker.job import (
     Job,
@@ -61,7 +62,6 @@ PROGRESS_INTERVAL_S = 0.1
 
 #: The first and the longest pause, in seconds, of a task that waits for the result store.
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
-
 
 #: The timings of a task that has computed nothing yet.
 UNUSED = Timings()
@@ -163,7 +163,8 @@ def store_preview(results: ResultStore, job: Job, step: int) -> None:
             results.attach(task.request, f"preview-{task.stage}-{step}", media.data, durable=False)
             job.previews.append(step)
     except Exception as error:
-        log.warning("preview not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
+        reason = str(task_error(error))
+        log.warning("preview not stored", request=task.request, stage=task.stage, step=step, reason=reason)
 
 
 def store_fragment(results: ResultStore, job: Job, step: int) -> None:
@@ -179,7 +180,8 @@ def store_fragment(results: ResultStore, job: Job, step: int) -> None:
         results.attach(task.request, fragment_name(task.attempt, step), data, durable=False)
         job.last_fragment_step = step
     except Exception as error:
-        log.warning("video fragment not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
+        reason = str(task_error(error))
+        log.warning("video fragment not stored", request=task.request, stage=task.stage, step=step, reason=reason)
         job.last_fragment_step = None
 
 
@@ -274,7 +276,7 @@ class StepLoop:
         self._ended_stages = set[Stage]()
 
     def run(self) -> None:
-        """Run tasks until the process ends."""
+        """Run tasks until the process ends. Raises the error that made the device unusable."""
         while True:
             if not (self._jobs or self._arrived or self._factory.receives):
                 self._leaks.check()
@@ -424,7 +426,7 @@ class StepLoop:
         try:
             return self._memory_ladder.repeat(run.lease.task, partial(self._factory.start, run))
         except Exception as error:  # an error of one task must not end the process
-            return error
+            return task_error(error)
 
     def _park(
         self, claim: Claim, error: Exception | None, again: Callable[[], None], timings: Timings = UNUSED
@@ -456,7 +458,7 @@ class StepLoop:
         try:
             parked.again()
         except Exception as error:  # an error of one task must not end the process
-            self._send(messages.failure(claim, error, parked.timings))
+            self._send(messages.failure(claim, task_error(error), parked.timings))
         if self._parked[claim] is parked:
             del self._parked[claim]
 
@@ -521,7 +523,7 @@ class StepLoop:
         self._release(job)
         if is_out_of_memory(error):
             error = self._memory_ladder.explain(job.lease.task, error)
-        self._send(messages.failure(job.claim, error, job.timings))
+        self._send(messages.failure(job.claim, task_error(error), job.timings))
 
     def _release(self, job: Job) -> None:
         """Release a job's inputs and its stage's state, once none of its steps is being encoded."""
@@ -545,7 +547,8 @@ class StepLoop:
                 job.safe = step
                 self._policy.record_cost(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
-            log.warning("checkpoint not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
+            reason = str(task_error(error))
+            log.warning("checkpoint not saved", request=task.request, stage=task.stage, step=step, reason=reason)
         job.saved, job.saved_at = step, time.monotonic()
         job.save_s += job.saved_at - began
 
