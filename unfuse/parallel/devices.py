@@ -111,7 +111,8 @@ def identity(name: str) -> DeviceId:
         return DeviceId(device.type)
     device_module = torch.get_device_module(device)
     index = device_module.current_device() if device.index is None else device.index
-    uuid = str(getattr(device_module.get_device_properties(index), "uuid", ""))
+    has_properties = hasattr(device_module, "get_device_properties")
+    uuid = str(getattr(device_module.get_device_properties(index), "uuid", "")) if has_properties else ""
     prefix = "GPU-" if uuid and device.type == "cuda" and torch.version.hip is None else ""  # as nvidia-smi lists it
     return DeviceId(f"{device.type}:{index}", prefix + uuid)
 
