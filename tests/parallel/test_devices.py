@@ -238,6 +238,17 @@ def test_device_with_a_wrong_product_fails_its_check(monkeypatch: pytest.MonkeyP
         devices.check("cpu")
 
 
+def test_bfloat16_is_refused_on_gpus_that_only_emulate_it(broken: Callable[[Exception], None]) -> None:
+    broken(RuntimeError("not computed"))
+    devices.require_dtypes("cuda:1", {"float16", "float32"})
+    devices.require_dtypes("cpu", {"bfloat16"})
+    message = (
+        r"the device cuda:1 \(GPU 1, .*\) does not compute in bfloat16, .* is 7.0: start the server with --dtype fl"
+    )
+    with pytest.raises(ConfigError, match=message):
+        devices.require_dtypes("cuda:1", {"bfloat16"})
+
+
 def test_identity_of_a_device_is_its_index_and_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in("cuda", 2, monkeypatch)
     assert devices.identity("cpu") == DeviceId("cpu")

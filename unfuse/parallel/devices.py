@@ -6,6 +6,7 @@ Differences between kinds of devices are queried in this module only.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ EXCHANGES = {"cuda": "nccl", "xpu": "xccl"}
 
 #: Rows and columns of the matrices of a device's check.
 SIDE = 16
+
+#: The first compute capability of NVIDIA GPUs with instructions for bfloat16 (Ampere).
+BFLOAT16_CAPABILITY = (8, 0)
 
 
 def accelerators() -> list[str]:
@@ -91,6 +95,21 @@ def advice(name: str, error: RuntimeError) -> str:
         f"torch {torch.__version__} has no kernels for compute capability {capability}, only for {kernels}: install a "
         f"build of torch for this GPU, or use another device ({reason})"
     )
+
+
+def require_dtypes(name: str, dtypes: Collection[str]) -> None:
+    """Raise ConfigError if a device does not compute in one of these dtypes.
+
+    NVIDIA GPUs compute in bfloat16 since BFLOAT16_CAPABILITY. Older ones only emulate it, slowly.
+    """
+    if torch.device(name).type != "cuda" or torch.version.hip is not None or "bfloat16" not in dtypes:
+        return
+    if (capability := torch.cuda.get_device_capability(name)) < BFLOAT16_CAPABILITY:
+        raise ConfigError(
+            f"{describe(name)} does not compute in bfloat16, because its compute capability is "
+            f"{'.'.join(map(str, capability))}: start the server with --dtype float16, or with --dtype float32 for "
+            "models that need a larger range"
+        )
 
 
 def describe(name: str) -> str:

@@ -311,6 +311,7 @@ def _load_stages(
         _set_kernel_flags(load, device) if libraries else {},
         worker_parallelism(load.compute.parallel, load.choice.roles),
     )
+    _require_dtypes(device, wanted.values())
     numerics = numerics_of(load, device, libraries) | flags
     _check_agreement(group, numerics, wanted)
 
@@ -326,6 +327,14 @@ def _load_stages(
         stages[pool] = family.load(spec, folder, runtime, progress.loaded)
         plain |= set() if family.torch else {pool}
     return device, numerics, stages, plain
+
+
+def _require_dtypes(device: str, stages: Iterable[tuple[StageSpec, ModelSpec, Path]]) -> None:
+    """Raise ConfigError if the device does not compute in the dtypes of these stages."""
+    if not device.startswith("cpu"):
+        from unfuse.parallel.devices import require_dtypes
+
+        require_dtypes(device, {spec.dtypes[name] for stage, spec, _ in stages for name in stage.components})
 
 
 class LoadProgress:
