@@ -72,8 +72,9 @@ ADVICE = {
     "cancelled": "The request was cancelled, or its client disconnected. Repeat the call if that was not intended.",
     "chunks_too_small": "Send larger chunks, or a Content-Length.",
     "compute_crashed": (
-        "The compute process died twice while it ran only this task. `unfuse dead show ID` shows the evidence. The "
-        "usual reason is too little memory: try a smaller size."
+        "The compute process died twice while it ran only this task, or its device failed repeatedly. `unfuse dead "
+        "show ID` shows the evidence. The usual reason is too little memory: try a smaller size. If the message has a "
+        "device error, see [A device fails](../operations/failing-devices.md)."
     ),
     "context_length_exceeded": (
         "Shorten the messages, request fewer tokens, or send `truncate_prompt_tokens`; the limit is `max_model_len` in "

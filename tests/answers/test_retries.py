@@ -71,11 +71,14 @@ def test_failing_request_does_not_affect_others_in_its_batch(server: Server) -> 
     assert {stage["failures"] for one in ended for stage in one["stages"]} == {0}
 
 
-def test_cuda_error_restarts_compute_and_fails_the_request(server: Server) -> None:
+def test_task_that_makes_two_devices_fail_ends_its_request_only(server: Server) -> None:
     status, error, request = refused(server, "fault")
     assert (status, error["code"]) == (500, "compute_crashed")
-    assert "CUDA error" in error["message"] and is_dead(server, request)
+    assert "CUDA error: an illegal memory access" in error["message"] and is_dead(server, request)
+    found = re.search(r"the task made its device fail 2 times, on cpu of (\S+), then cpu of (\S+): ", error["message"])
+    assert found and found[1] != found[2], error["message"]
     assert server.finished(server.submit("good"))["status"] == "completed"
+    assert [worker["healthy"] for worker in server.get("/v1/workers")["data"]] == [True, True]
 
 
 @pytest.mark.nightly

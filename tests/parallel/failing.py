@@ -17,6 +17,18 @@ from unfuse.parallel.group import Axis, Group
 from unfuse.parallel.parallel_plan import ParallelPlan, TensorParallelLayers
 from unfuse.parallel.spreading import shard_weights
 
+BEFORE: dict[str, Exception] = {
+    "before": ValueError("no such thing"),
+    "device before": RuntimeError("CUDA error: an illegal memory access was encountered"),
+    "memory": torch.OutOfMemoryError("the device is full"),
+}
+"""Errors before the first exchange of a step, and below amid the exchanges."""
+
+AMID: dict[str, Exception] = {
+    "amid": ValueError("too late"),
+    "device amid": RuntimeError("CUDA error: unspecified launch failure"),
+}
+
 LIMIT_S = 3.0
 LINGER_S = 2.0
 
@@ -38,10 +50,8 @@ def step(group: Group, axis: Axis, how: str) -> str:
     """One step; rank 1 fails as `how` says."""
     fails = group.rank == 1
     with group.together():
-        if how == "before" and fails:
-            raise ValueError("no such thing")
-        if how == "memory" and fails:
-            raise torch.OutOfMemoryError("the device is full")
+        if how in BEFORE and fails:
+            raise BEFORE[how]
         if how == "both":
             raise ValueError(f"of rank {group.rank}")
         if how == "without":
@@ -54,8 +64,8 @@ def step(group: Group, axis: Axis, how: str) -> str:
         if how == "beside":
             axis = group.mesh(ParallelDegrees({"tensor": group.size, "tiles": group.size})).axis("tiles")
         gathered = axis.gather(torch.full((2,), float(group.rank)))
-        if how == "amid" and fails:
-            raise ValueError("too late")
+        if how in AMID and fails:
+            raise AMID[how]
         if how == "stop" and fails:
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "linger":
@@ -76,6 +86,9 @@ def main(rank: int, size: int, rendezvous: str) -> None:
             said = lent(group, model, how) if how.startswith("lent") else step(group, axis, how)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
+            if how == "device amid":  # the other rank waits for an exchange, so the process ends as in a worker
+                print(json.dumps(said), flush=True)
+                os._exit(1)
         print(json.dumps(said), flush=True)
     group.close()
 

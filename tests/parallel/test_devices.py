@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import get_ident
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from unfuse.core.compute_options import ComputeOptions
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, DeviceUnusable
+from unfuse.core.messages import DeviceId
 from unfuse.parallel import devices, group
 from unfuse.parallel.pairs import TorchPairs
 from unfuse.stages.undivided import PausedCall, UndividedStage
@@ -24,6 +26,8 @@ MODULES = {
         memory_reserved=lambda name: 1 << 30,
         get_device_name=lambda name: f"GPU {torch.device(name).index}",
         set_device=lambda name: None,
+        current_device=lambda: 0,
+        get_device_properties=lambda index: SimpleNamespace(uuid=f"0000-{index}"),
     ),
     "mps": SimpleNamespace(recommended_max_memory=lambda: 9 << 30, driver_allocated_memory=lambda: 2 << 30),
 }
@@ -140,6 +144,7 @@ def test_worker_of_one_rank_selects_its_device_before_it_loads(
 ) -> None:
     """In each thread that asks for the device, as those of transfer pairs do."""
     monkeypatch.setattr(devices, "is_present", lambda name: name)
+    monkeypatch.setattr(devices, "check", bool)
     compute = ComputeOptions(device="cuda:1", threads=torch.get_num_threads())
     load: Any = SimpleNamespace(compute=compute, ranks=1, rank=0)
     assert _device(load, with_torch=False) == "cuda:1" and not selected
@@ -183,3 +188,69 @@ def test_transfer_pairs_select_the_device_in_every_thread(monkeypatch: pytest.Mo
     assert {name for _, name in calls} == {"cpu"}
     assert [thread for thread, _ in calls].count(get_ident()) == 2  # joined and moved here
     assert len({thread for thread, _ in calls}) == 3  # and connected and moved in two others
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Make products fail by an error on an NVIDIA GPU of compute capability 7.0."""
+
+    def install(error: Exception) -> None:
+        def fail(*_: Any, **__: Any) -> torch.Tensor:
+            raise error
+
+        stand_in("cuda", 2, monkeypatch)
+        monkeypatch.setattr(torch, "full", fail)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (7, 0))
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+
+    return install
+
+
+def test_device_that_computes_passes_its_check() -> None:
+    devices.check("cpu")
+
+
+def test_gpu_without_kernels_in_this_build_is_named_with_the_build(broken: Callable[[Exception], None]) -> None:
+    broken(RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with …"))
+    message = (
+        r"the device cuda:1 \(GPU 1, GPU-0000-1\) failed its check: torch \S+ has no kernels for compute capability 7.0"
+        r", only for sm_80 sm_90: install a build of torch for this GPU, or use another device \(CUDA error: no kernel "
+        r"image is available for execution on the device\)"
+    )
+    with pytest.raises(DeviceUnusable, match=message):
+        devices.check("cuda:1")
+
+
+def test_device_that_fails_its_check_is_named_with_the_error(broken: Callable[[Exception], None]) -> None:
+    broken(RuntimeError("CUDA error: uncorrectable ECC error encountered"))
+    with pytest.raises(DeviceUnusable, match="cuda:0 .* failed its check: CUDA error: uncorrectable ECC .*: restart"):
+        devices.check("cuda:0")
+    broken(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(DeviceUnusable, match="CUDA out of memory: stop other processes on this device"):
+        devices.check("cuda:0")
+
+
+def test_device_with_a_wrong_product_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda size, fill_value, device: full(size, fill_value + 1.0))
+    devices.check.cache_clear()
+    with pytest.raises(DeviceUnusable, match="the device cpu failed its check: it computed a wrong product"):
+        devices.check("cpu")
+
+
+def test_bfloat16_is_refused_on_gpus_that_only_emulate_it(broken: Callable[[Exception], None]) -> None:
+    broken(RuntimeError("not computed"))
+    devices.require_dtypes("cuda:1", {"float16", "float32"})
+    devices.require_dtypes("cpu", {"bfloat16"})
+    message = (
+        r"the device cuda:1 \(GPU 1, .*\) does not compute in bfloat16, .* is 7.0: start the server with --dtype fl"
+    )
+    with pytest.raises(ConfigError, match=message):
+        devices.require_dtypes("cuda:1", {"bfloat16"})
+
+
+def test_identity_of_a_device_is_its_index_and_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in("cuda", 2, monkeypatch)
+    assert devices.identity("cpu") == DeviceId("cpu")
+    assert devices.identity("cuda:1") == DeviceId("cuda:1", "GPU-0000-1")
+    assert devices.identity("cuda") == DeviceId("cuda:0", "GPU-0000-0")

@@ -39,6 +39,16 @@ def test_step_that_fails_to_start_on_one_rank_is_skipped_by_all(tmp_path: Path) 
     assert second[2:5] == ["ValueError: no such thing", fine, "OutOfMemoryError: the device is full"]
 
 
+def test_device_error_of_a_rank_names_it_on_the_others_and_does_not_exit(tmp_path: Path) -> None:
+    codes = run_ranks("failing", 2, tmp_path, ["device before", "", "device amid"])
+
+    assert codes == [1, 1], (tmp_path / "log0").read_text()
+    illegal = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert said(tmp_path, 0)[1:3] == [f"RankDeviceError: {illegal}", "[0.0, 1.0]"]
+    assert said(tmp_path, 1)[3] == "RuntimeError: CUDA error: unspecified launch failure"
+    assert "rank 1 exits" not in (tmp_path / "log1").read_text()
+
+
 def test_sum_over_ranks_of_a_batch_equals_the_sum_of_each_row(tmp_path: Path) -> None:
     assert run_ranks("failing", 3, tmp_path, ["sum"]) == [0] * 3, (tmp_path / "log0").read_text()
     assert [said(tmp_path, rank)[1] for rank in range(3)] == ["near: True, alone as together: True"] * 3

@@ -506,11 +506,22 @@ def test_pool_with_three_differing_keys_falls_back_to_batched_where_allowed(tmp_
     assert not stage.exact
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: misaligned address"), TimeoutError("rank 1 is gone")])
-def test_comparison_that_the_machine_fails_shows_no_difference(tmp_path: Path, error: Exception) -> None:
+def test_comparison_that_a_rank_fails_shows_no_difference(tmp_path: Path) -> None:
+    error = TimeoutError("rank 1 is gone")
     loop = exact(tmp_path, Shared(raises=lambda size: error if size == 2 else None), batch=2)
     for lease in [loop.run(tag=tag, steps=1) for tag in (1, 2)]:
         loop.outcome(lease)
+    assert not (tmp_path / "exactness.json").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["alone", "in a comparison"])
+def test_device_error_ends_the_loop_and_is_neither_a_failure_nor_a_difference(tmp_path: Path, size: int) -> None:
+    error = RuntimeError("CUDA error: misaligned address")
+    loop = exact(tmp_path, Shared(raises=lambda number: error if number == size else None), batch=2)
+    leases = [loop.run(tag=tag, steps=1) for tag in (1, 2)]
+    with pytest.raises(RuntimeError, match="misaligned address"):
+        loop.outcome(leases[1])
+    assert not [message for message in loop.sent if isinstance(message, TaskFailed)]
     assert not (tmp_path / "exactness.json").exists()
 
 

@@ -216,7 +216,7 @@ def pull(
 
 
 #: The columns of `unfuse workers` and `unfuse pools`.
-_WORKER_COLUMNS = ["id", "role", "node", "pid", "slots", "leased", "healthy", "seen_s", "ranks", "models"]
+_WORKER_COLUMNS = ["id", "role", "node", "devices", "pid", "slots", "leased", "healthy", "seen_s", "ranks", "models"]
 _POOL_COLUMNS = ["id", "state", "models", "workers", "slots", "leased", "waiting", "oldest_s"]
 
 
@@ -227,11 +227,23 @@ def workers(server: Server = None, api_key: ApiKey = None, config: Config = None
     """
     with connecting.client(server, api_key, config) as client:
         rows = client.workers()
-    table_rows = rows if json else [{**row, "ranks": _rank_seconds(row.get("ranks", ()))} for row in rows]
+    texts = [
+        {"ranks": _rank_seconds(row.get("ranks", ())), "devices": [*map(_device_name, row.get("devices", ()))]}
+        for row in rows
+    ]
+    table_rows = rows if json else [row | text for row, text in zip(rows, texts, strict=True)]
     show.listing(table_rows, _WORKER_COLUMNS, "no worker is registered", json)
     nodes = {row["node"] for row in rows if row["healthy"]}
     if len(nodes) > 1 and not json:
         typer.echo(f"{sum(row['healthy'] for row in rows)} healthy workers on {len(nodes)} machines")
+    for row in [] if json else rows:
+        if reason := row.get("unhealthy_reason"):
+            typer.echo(f"worker {row['id']} runs no tasks: {show.cell(reason)}")
+
+
+def _device_name(device: Mapping[str, str]) -> str:
+    """Return the index and the UUID of a device as text."""
+    return f"{device['index']} {device['uuid']}".strip()
 
 
 def _rank_seconds(ranks: Sequence[Mapping[str, float]]) -> str:

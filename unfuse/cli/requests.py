@@ -116,6 +116,6 @@ def print_request(request: dict[str, Any], json: bool) -> None:
         typer.echo(f"{'result':15} {file['url']} ({details})")
 
     typer.echo()
-    retry_columns = ["failures", "crashes", "recomputes"]
+    retry_columns = ["failures", "crashes", "device_failures", "recomputes"]
     columns = ["name", "status", "worker", "attempt", *retry_columns, "vae", "queued_s", "run_s"]
     shown.as_table(request.get("stages") or [], columns, "no stage yet")

@@ -4,6 +4,7 @@ An error's type decides whether the work is retried; its message is written for 
 
 UnfuseError
 ├── ConfigError                 the program cannot start
+│   ├── DeviceUnusable
 │   └── UsageError
 │       └── FileInUse
 ├── InvalidParameter            the client's mistake
@@ -37,6 +38,17 @@ class UnfuseError(Exception):
 
 class ConfigError(UnfuseError):
     """The program cannot start with this configuration; the message names what to change."""
+
+
+class DeviceUnusable(ConfigError):
+    """A device failed its check, or failed while models were loaded; the message names it.
+
+    `rank` is the rank of the device among those of its worker.
+    """
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class UsageError(ConfigError):

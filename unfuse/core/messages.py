@@ -18,7 +18,7 @@ from unfuse.core.request import ResultFile, Seconds, Timings
 from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
 
-FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
+FailureKind = Literal["transient", "permanent", "crash", "device", "object_lost", "hand_back"]
 CLIENT_ERROR = "refused"  # the reason of a permanent failure that is the client's mistake
 OUT_OF_MEMORY = "out_of_memory"  # the reason of a failure for lack of memory
 
@@ -120,6 +120,32 @@ class ChangedFile(msgspec.Struct, frozen=True):
         return f"{self.name} was modified since it was loaded: wait until its bytes are compared"
 
 
+class DeviceId(msgspec.Struct, frozen=True):
+    """One device of a worker, as it is named in answers, metrics and logs."""
+
+    #: Name with the index, such as `cuda:1` or `cpu`.
+    index: _Word
+
+    #: UUID as the driver lists it, such as `GPU-3f1c…`. Empty if the device has none.
+    uuid: _Word = ""
+
+    def __str__(self) -> str:
+        return f"{self.index} ({self.uuid})" if self.uuid else self.index
+
+
+class DeviceFault(msgspec.Struct, frozen=True):
+    """Why a worker is unhealthy: one of its devices failed repeatedly, or failed its check."""
+
+    #: Rank of the device.
+    rank: Count
+
+    #: One sentence, for people.
+    reason: Annotated[str, Meta(max_length=4096)]
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker runs and uses now. Its registration and every heartbeat carry one."""
 
@@ -163,6 +189,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Name of the model that a swap is loading in place of `loaded`. Empty without a swap.
     target: str = ""
 
+    #: Why the worker runs no tasks. None while its devices are healthy.
+    device_fault: DeviceFault | None = None
+
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker's registration: its identity, pools and resources, and the status of its last heartbeat."""
@@ -199,6 +228,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     #: "cpu", or the name of the GPU.
     device: str = ""
+
+    #: The device of each rank, in the order of ranks.
+    devices: Annotated[tuple[DeviceId, ...], Meta(max_length=MAX_RANKS)] = ()
 
     #: Amounts of further resources that its tasks share.
     resources: Amounts = {}
@@ -425,8 +457,13 @@ class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     evidence: str = ""
     #: Id of the lost input, for the kind object_lost.
     object_id: str = ""
-    #: After a crash: whether other tasks had begun in the same compute process, any of which may be the cause.
+    #: After a crash or a device error: whether other tasks had begun in the same compute process, any of which may be
+    #: the cause.
     had_companions: bool = False
+    #: After a device error: the device that failed.
+    device: DeviceId | None = None
+    #: After a device error: whether the device had completed a task of this pool since its last failure.
+    had_worked: bool = False
     #: CLIENT_ERROR: a permanent failure is the client's mistake. OUT_OF_MEMORY: the device lacks memory, see `error`.
     #: Else why a task was handed back. drain, preempted, full (no room), producer (the stage of an input runs again)
     #: and compute (the process died for another reason) are not counted; after any other reason, a worker gets the

@@ -171,6 +171,15 @@ class UnreportedAttempt(msgspec.Struct, frozen=True):
     lost: bool
 
 
+class DeviceFailure(msgspec.Struct, frozen=True):
+    """A device error that ended a compute process while a task ran alone in it."""
+
+    #: The device and its worker, for people.
+    device: str
+    #: Whether the device had completed another task of the pool since its failure before this one.
+    had_worked: bool = False
+
+
 class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of one stage of one request."""
 
@@ -194,6 +203,8 @@ class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     crashes: int = 0
     #: Repeats because an output was lost, out of a budget of their own.
     recomputes: int = 0
+    #: Device errors that ended a compute process while the task ran alone in it.
+    device_failures: tuple[DeviceFailure, ...] = ()
     #: Whether the task must run alone, because it was one of several when a compute process died.
     alone: bool = False
     #: The saved state after `checkpoint_step` steps.

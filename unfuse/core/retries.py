@@ -127,16 +127,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return rule_of(error) is MEMORY
 
 
+#: Messages of errors after which a device context is unusable, or the device is gone.
+DEVICE_ERRORS = (
+    r"(CUDA|HIP|XPU|CUDA driver|CUDA unknown) error"
+    r"|cudaError|hipError|ncclUnhandledCudaError|Cuda failure"
+    r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)"
+    r"|(rocblas|hipblas|miopen)_?[sS]tatus_?([iI]nternal|[uU]nknown|[eE]xecution)"
+    r"|illegal (memory access|instruction) was encountered|misaligned address|unspecified launch failure"
+    r"|device-side assert|[uU]ncorrectable ECC|no kernel image is available"
+    r"|no CUDA-capable device|No (CUDA|HIP|XPU) GPUs? (are|is) available|GPU is lost|fallen off the bus"
+)
 DEVICE = RetryRule(
     cause="device",
-    errors="`torch.AcceleratorError`, `CUDA error`, `HIP error`",
+    errors="`torch.AcceleratorError`, `CUDA error`, `HIP error`, `CUDNN_STATUS_EXECUTION_FAILED`",
     result=(
-        "the compute process is restarted, because its device context is unusable; this counts as a crash: "
-        "the task is retried once, alone"
+        "the compute process ends, because its device context is unusable; its tasks run again, on another worker if "
+        "there is one; the request fails if two working devices failed while its task ran alone, or after 3 such "
+        "failures"
     ),
     code="compute_crashed",
-    kind="crash",
-    matches=_is_named(["torch.AcceleratorError"], r"CUDA error|HIP error|XPU error|device-side assert"),
+    kind="device",
+    matches=_is_named(["torch.AcceleratorError", "unfuse.parallel.group.RankDeviceError"], DEVICE_ERRORS),
 )
 CONNECTION = RetryRule(
     cause="connection",

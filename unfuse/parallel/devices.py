@@ -6,17 +6,28 @@ Differences between kinds of devices are queried in this module only.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, DeviceUnusable
+from unfuse.core.messages import DeviceId
+from unfuse.core.retries import is_out_of_memory
 
 #: The torch.distributed backend by which ranks exchange tensors, for each kind of accelerator that has one. Copies from
 #: pinned memory to these devices overlap with computing.
 EXCHANGES = {"cuda": "nccl", "xpu": "xccl"}
+
+
+#: Rows and columns of the matrices of a device's check.
+SIDE = 16
+
+#: The first compute capability of NVIDIA GPUs with instructions for bfloat16 (Ampere).
+BFLOAT16_CAPABILITY = (8, 0)
 
 
 def accelerators() -> list[str]:
@@ -52,6 +63,77 @@ def set_current(device: str | torch.device) -> None:
     device_module = torch.get_device_module(device)
     if hasattr(device_module, "set_device"):
         device_module.set_device(device)
+
+
+@cache
+def check(name: str) -> None:
+    """Multiply two small matrices on a device and read the product back.
+
+    Raises DeviceUnusable if that fails or gives another result; the message names the device and the build of torch. A
+    device that passed in this process is not checked again.
+    """
+    try:
+        matrix = torch.full((SIDE, SIDE), 2.0, device=name)
+        product = set((matrix @ matrix).flatten().tolist())
+    except RuntimeError as error:
+        raise DeviceUnusable(f"{describe(name)} failed its check: {advice(name, error)}") from error
+    if product != {4.0 * SIDE}:
+        reason = "it computed a wrong product: restart the machine, or use another device"
+        raise DeviceUnusable(f"{describe(name)} failed its check: {reason}")
+
+
+def advice(name: str, error: RuntimeError) -> str:
+    """Return the first line of an error of a device's check, and what to do."""
+    reason = str(error).strip().splitlines()[0]
+    if is_out_of_memory(error):
+        return f"{reason}: stop other processes on this device, or use another one"
+    if "no kernel image" not in reason:
+        return f"{reason}: restart the process or the machine, or use another device"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(name)))
+    kernels = " ".join(torch.cuda.get_arch_list()) or "no GPU"
+    return (
+        f"torch {torch.__version__} has no kernels for compute capability {capability}, only for {kernels}: install a "
+        f"build of torch for this GPU, or use another device ({reason})"
+    )
+
+
+def require_dtypes(name: str, dtypes: Collection[str]) -> None:
+    """Raise ConfigError if a device does not compute in one of these dtypes.
+
+    NVIDIA GPUs compute in bfloat16 since BFLOAT16_CAPABILITY. Older ones only emulate it, slowly.
+    """
+    if torch.device(name).type != "cuda" or torch.version.hip is not None or "bfloat16" not in dtypes:
+        return
+    if (capability := torch.cuda.get_device_capability(name)) < BFLOAT16_CAPABILITY:
+        raise ConfigError(
+            f"{describe(name)} does not compute in bfloat16, because its compute capability is "
+            f"{'.'.join(map(str, capability))}: start the server with --dtype float16, or with --dtype float32 for "
+            "models that need a larger range"
+        )
+
+
+def describe(name: str) -> str:
+    """Return the index, product name and UUID of a device, where torch can read them."""
+    try:
+        device = identity(name)
+        product = name_of(name) if not name.startswith("cpu") else ""
+    except (RuntimeError, AssertionError):  # a device that failed may not answer
+        return f"the device {name}"
+    details = ", ".join(filter(None, [product, device.uuid]))
+    return f"the device {device.index} ({details})" if details else f"the device {device.index}"
+
+
+def identity(name: str) -> DeviceId:
+    """Return the index and UUID of a device; without UUID if torch has none."""
+    device = torch.device(name)
+    if device.type in ("cpu", "mps"):
+        return DeviceId(device.type)
+    device_module = torch.get_device_module(device)
+    index = device_module.current_device() if device.index is None else device.index
+    has_properties = hasattr(device_module, "get_device_properties")
+    uuid = str(getattr(device_module.get_device_properties(index), "uuid", "")) if has_properties else ""
+    prefix = "GPU-" if uuid and device.type == "cuda" and torch.version.hip is None else ""  # as nvidia-smi lists it
+    return DeviceId(f"{device.type}:{index}", prefix + uuid)
 
 
 def memory(device: str) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from torch.nn import functional
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute_options import OVERLAY_KINDS, PARALLEL_KINDS, ParallelDegrees
 from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, UnsupportedRequest
-from unfuse.core.retries import rule_of
+from unfuse.core.retries import DEVICE, rule_of
 from unfuse.parallel.devices import EXCHANGES, set_current
 from unfuse.parallel.exchange_times import ExchangeTimes
 
@@ -52,11 +52,18 @@ class RankError(UnfuseError):
     """Another rank raised an exception that no retry rule in `core/retries.py` names."""
 
 
+class RankDeviceError(RuntimeError):
+    """The device of another rank, `rank`, failed."""
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 #: The exception that the other ranks raise when one rank fails, by the cause of its retry rule.
 #: The same retry policy then applies on all ranks. RankFailed for all other causes.
 ERRORS: dict[str, type[Exception]] = {
     "memory": torch.OutOfMemoryError,
-    "device": getattr(torch, "AcceleratorError", RuntimeError),
     "request": UnsupportedRequest,
     "permanent": PermanentError,
     "unknown": RankError,
@@ -123,7 +130,8 @@ class Group:
     def together(self) -> Iterator[None]:
         """Run one step on all ranks.
 
-        If another rank failed before its first exchange, raises the exception for its cause in ERRORS, or RankFailed.
+        If another rank failed before its first exchange, raises the exception for its cause in ERRORS, RankDeviceError
+        for its device, or RankFailed.
         If this rank fails after its first exchange, its process exits.
         """
         self._has_met = False
@@ -134,6 +142,8 @@ class Group:
             raise remote.error from None
         except Exception as error:
             # After the first exchange the other ranks wait in a collective, where no error can be reported to them.
+            if self._has_met and rule_of(error) is DEVICE:
+                raise  # the process reports the device and ends
             if self._has_met:
                 self._exit(f"it failed during a step: {type(error).__name__}: {error}")
             self._has_met = True
@@ -152,6 +162,8 @@ class Group:
             if report:
                 failure: tuple[str, str] = decode(report, tuple[str, str])
                 cause, message = failure
+                if cause == DEVICE.cause:
+                    raise _RemoteError(RankDeviceError(message, rank))
                 raise _RemoteError(ERRORS.get(cause, RankFailed)(f"rank {rank}: {message}"))
 
     @property
@@ -168,6 +180,8 @@ class Group:
             with self._times.measure(device):
                 return exchange()
         except RuntimeError as error:
+            if rule_of(error) is DEVICE:
+                raise
             self._exit(f"an exchange with other ranks failed: {str(error).splitlines()[0]}")
 
     def _exit(self, reason: str) -> NoReturn:

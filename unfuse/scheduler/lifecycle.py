@@ -50,6 +50,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import MAX_SAFE_INTEGER
 from unfuse.scheduler.change_builder import ChangeBuilder, account_not_started, account_report, lose_output
 from unfuse.scheduler.cold_starts import latest_end, record_cold_starts
+from unfuse.scheduler.device_failures import retry_after_device_error
 
 #: `(pool, worker) -> bool`: whether the pool has another live worker than this one.
 HasOther = Callable[[str, str], bool]
@@ -273,15 +274,13 @@ def fail_stage(
 
     Raises LeaseLost, and ValueError for a hand-back, which the queue handles.
     """
-    claim = failed.claim
-    stage = claim.stage
+    claim, stage = failed.claim, failed.claim.stage
     builder = _builder_for_claim(context, claim, worker, wall, running)
     run = _ending_attempt(claim, worker, failed.timings, running)
-    is_refused = failed.reason == CLIENT_ERROR
     if failed.kind == "object_lost":
         _account_lost(builder, run)
     else:
-        builder.account(run, is_billed=failed.kind == "permanent" and is_refused, is_final=True)
+        builder.account(run, is_billed=(failed.kind, failed.reason) == ("permanent", CLIENT_ERROR), is_final=True)
     match failed.kind:
         case "transient" if failed.error:
             return _retry_once(builder, failed, worker, has_other, queue_now)
@@ -294,6 +293,8 @@ def fail_stage(
             return builder.retry(claim)
         case "crash":
             return builder.charge("crashes", stage, failed.message, failed.evidence).retry(claim)
+        case "device":
+            return retry_after_device_error(builder, failed, worker, has_other)
         case "object_lost":
             return _recompute_lost_input(builder, failed, {run.stage for run in running})
         case "permanent":

@@ -51,6 +51,8 @@ class Registry:
         self._live_pools: dict[str, Counter[str]] = {}
         #: By declared pool, the changed model file because of which live workers do not serve it.
         self._changed: dict[str, ChangedFile] = {}
+        #: The workers with recent heartbeats that run no tasks because of a device.
+        self.unhealthy: list[WorkerInfo] = []
         #: By live worker, the pools whose weights are loaded.
         self._loaded_pools: dict[str, frozenset[str]] = {}
         #: Slots of the declared pools that may scale to zero.
@@ -65,12 +67,17 @@ class Registry:
         self.failed: dict[str, DeclaredModels] = {}
 
     async def workers(self) -> Sequence[RegisteredWorker]:
-        """Return the live workers, those with a heartbeat within `lease_ttl`. Refreshes this registry."""
+        """Return the live workers: those with a heartbeat within `lease_ttl` and healthy devices.
+
+        Refreshes this registry.
+        """
         members = await self._queue.workers()
         oldest_heartbeat = await self._queue.now() - self._lease_ttl
         self.known_workers.clear()
         self.known_workers.update((member.info.id, member.info) for member in members)
-        live = [member for member in members if member.last_heartbeat >= oldest_heartbeat]
+        recent = [member for member in members if member.last_heartbeat >= oldest_heartbeat]
+        live = [member for member in recent if member.info.status.device_fault is None]
+        self.unhealthy = [member.info for member in recent if member.info.status.device_fault]
         live_pools: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._changed = {pool: file for member in live for pool, file in member.info.changed.items()}
         for member in live:
@@ -150,6 +157,12 @@ class Registry:
         pools_without_workers = (declared_pool(pool) for pool in pools if not self.live_pools(pool))
         files = (self._changed[pool] for pool in pools_without_workers if pool in self._changed)
         return min(files, key=lambda file: (not file.compared, file.name), default=None)
+
+    def device_fault(self, *pools: str) -> str:
+        """Return why a device leaves one of these pools without workers; "" if none does."""
+        without_workers = {declared_pool(pool) for pool in pools if not self.live_pools(pool)}
+        infos = (info for info in self.unhealthy if not without_workers.isdisjoint(map(declared_pool, info.pools)))
+        return next((f"worker {info.id} is unhealthy: {info.status.device_fault}" for info in infos), "")
 
     def scaled_to_zero(self) -> Mapping[str, int]:
         """Return the declared pools that are scaled to zero, with their workers' future slots."""

@@ -374,7 +374,7 @@ class Scheduler:
             return await self._hand_back(failed, worker)
         queue_now = await self.queue.now()
         failure = replace(failed, message=without_paths(failed.message), evidence=without_paths(failed.evidence))
-        if failed.error:
+        if failed.error or failed.kind == "device":
             await self.registry.workers()  # refresh the registry, which `decide` asks for another worker
 
         def decide(record: RequestRecord, wall: float) -> Change:

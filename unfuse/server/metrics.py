@@ -13,7 +13,7 @@ from prometheus_client import Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from typing_extensions import override
 
-from unfuse.core.messages import Memory, TransferStats
+from unfuse.core.messages import Memory, TransferStats, WorkerInfo
 from unfuse.core.plan import numerics_of
 from unfuse.core.request import RequestContext
 from unfuse.core.text import PREFILL_CHUNK_TOKENS
@@ -217,6 +217,7 @@ class Metrics(Observer):
         scaled_to_zero: Collection[str] = (),
         audience: Audience = EVERYTHING,
         results: tuple[bool, int] = (False, 0),
+        unhealthy: Sequence[WorkerInfo] = (),
     ) -> bytes:
         """Return all metrics in the text format of Prometheus.
 
@@ -226,6 +227,7 @@ class Metrics(Observer):
         scaled_to_zero: the declared pools that are scaled to zero.
         audience: decides which samples are included.
         results: whether results can be stored now, and how many tasks wait to store theirs.
+        unhealthy: the workers that run no tasks because of a device.
         """
         stats = await queue.stats([*pools, *(pool for pool in self._remembered_pools if pool not in pools)])
         self._remembered_pools |= dict.fromkeys(pool for pool in pools if numerics_of(pool))
@@ -234,6 +236,7 @@ class Metrics(Observer):
 
         scrape = Scrape(
             workers=workers,
+            unhealthy=unhealthy,
             all_pools=stats.pools,
             pools={pool: pool_stats for pool, pool_stats in stats.pools.items() if pool in pools or pool_stats.left_s},
             roles=roles or {},

@@ -30,6 +30,8 @@ class Scrape:
 
     #: The healthy workers.
     workers: Sequence[RegisteredWorker]
+    #: The workers that run no tasks because of a device.
+    unhealthy: Sequence[WorkerInfo]
     #: Statistics of the pools of the served models, and of pools that had workers.
     all_pools: Mapping[str, PoolStats]
     #: The pools of `all_pools` that have samples with their own label.
@@ -171,6 +173,15 @@ def _rank_seconds(scrape: Scrape) -> Samples:
     )
 
 
+def _healthy_devices(scrape: Scrape) -> Samples:
+    """Return whether each device of each worker is healthy."""
+    for info in (*scrape.infos, *scrape.unhealthy):
+        fault = info.status.device_fault
+        for rank, device in enumerate(info.devices):
+            labels = info.node, info.id, device.index, device.uuid
+            yield labels, float(fault is None or fault.rank != rank)
+
+
 def _waiting(scrape: Scrape, kind: str) -> int:
     """Return how many tasks of a stage kind wait."""
     return sum(stats.waiting for pool, stats in scrape.pools.items() if pool.partition(":")[0] == kind)
@@ -257,6 +268,15 @@ METRICS = (
         "Share of the last 15 s in which the busiest healthy worker on this device had tasks to compute",
         _grouped("device", lambda infos: max(info.status.utilization for info in infos)),
         "device",
+    ),
+    _gauge(
+        "unfuse_device_healthy",
+        "Whether a device of a worker is healthy, 0 or 1. 0: it failed repeatedly, or failed its check",
+        _healthy_devices,
+        "node",
+        "worker",
+        "index",
+        "uuid",
     ),
     _gauge(
         "unfuse_node_tasks",

@@ -106,8 +106,11 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
         present_details = {key: value for key, value in details.items() if value}
         return JSONResponse({"ready": True, "models": sorted(served), **present_details})
 
+    faults = {public_name(model): registry.device_fault(*pools) for model, pools in pools_without_worker.items()}
     reasons = [
-        f"{model}: {changed_files[model]}" if changed_files[model] else f"{model} has no worker for {', '.join(pools)}"
+        f"{model}: {reason}"
+        if (reason := str(changed_files[model] or faults[model]))
+        else f"{model} has no worker for {', '.join(pools)}"
         for model, pools in missing.items()
     ]
     body = {"ready": False, "missing": missing} | ({"failed": failed} if failed else {})
@@ -148,7 +151,7 @@ async def metrics(gateway: GatewayDep, reader: Annotated[Principal | None, Depen
         sees_all = gateway.open_metrics or reader.admin or reader.read_only
         audience = Audience(reader.tenant, sees_models=reader.models is None, sees_all=sees_all)
     page = await gateway.metrics.render(
-        gateway.queue, workers, pools, roles, registry.scaled_to_zero(), audience, results
+        gateway.queue, workers, pools, roles, registry.scaled_to_zero(), audience, results, registry.unhealthy
     )
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
@@ -157,7 +160,8 @@ async def metrics(gateway: GatewayDep, reader: Annotated[Principal | None, Depen
 async def workers(gateway: GatewayDep) -> dict[str, object]:
     """The registered workers and their state.
 
-    A worker that sent no heartbeat for one lease time is not healthy until it sends another.
+    A worker that sent no heartbeat for one lease time is not healthy until it sends another. A worker is also not
+    healthy while one of its devices fails: `unhealthy_reason` then names it, and `devices` shows which it is.
     """
     public_name = gateway.names.public_name
     now = await gateway.queue.now()
@@ -173,12 +177,17 @@ def _worker_view(
     """Return the worker object of the API. `now` is a reading of the queue's clock."""
     info = member.info
     status = info.status
+    fault = status.device_fault
     return {
         "id": info.id,
         "object": "worker",
         "node": info.node,
         "role": info.role,
         "device": info.device,
+        "devices": [
+            {"index": device.index, "uuid": device.uuid, "healthy": fault is None or fault.rank != rank}
+            for rank, device in enumerate(info.devices)
+        ],
         "pools": [*map(readable_pool, info.pools)],
         "numerics": info.numerics,
         "slots": info.slots,
@@ -197,6 +206,7 @@ def _worker_view(
             readable_pool(pool_with_numerics(pool, info.numerics)): str(file) for pool, file in info.changed.items()
         },
         "healthy": healthy,
+        "unhealthy_reason": fault.reason if fault else None,
         "seen_s": round(max(0.0, now - member.last_heartbeat), 3),
     }
 
@@ -224,7 +234,7 @@ async def pools(gateway: GatewayDep) -> dict[str, object]:
                 "id": readable_pool(pool),
                 "object": "pool",
                 "state": registry.state(pool),
-                "reason": str(registry.changed_file(pool) or "") or None,
+                "reason": str(registry.changed_file(pool) or registry.device_fault(pool)) or None,
                 "models": names,
                 "workers": [member.info.id for member in pool_members],
                 "slots": sum(member.info.slots for member in pool_members),

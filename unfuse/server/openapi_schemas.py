@@ -60,6 +60,7 @@ STAGE = object_of(
         "crashes": INTEGER,
         "recomputes": INTEGER,
         "vae": nullable(TEXT),
+        "device_failures": INTEGER,
         "queued_s": SECONDS,
         "get_s": SECONDS,
         "run_s": SECONDS,
@@ -168,6 +169,7 @@ WORKER = object_of(
         "node": TEXT,
         "role": TEXT,
         "device": TEXT,
+        "devices": array(object_of({"index": TEXT, "uuid": TEXT, "healthy": FLAG})),
         "pools": array(TEXT),
         "loaded_model": nullable(TEXT),
         "numerics": map_of(TEXT),
@@ -184,6 +186,7 @@ WORKER = object_of(
         "changed": map_of(TEXT),
         "unwritten": INTEGER,
         "healthy": FLAG,
+        "unhealthy_reason": nullable(TEXT),
         "seen_s": SECONDS,
     }
 )

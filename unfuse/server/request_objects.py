@@ -262,6 +262,7 @@ def _stage(context: RequestContext, planned: PlannedStage, run: RunningStage | N
         "cached": state.status == "done" and not state.attempt,
         **{name: getattr(state, name) for name in ("failures", "crashes", "recomputes")},
         "vae": state.vae or None,
+        "device_failures": len(state.device_failures),
         **{
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in asdict(run.timings if run else state.timings).items()

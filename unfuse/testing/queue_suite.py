@@ -11,7 +11,7 @@ import msgspec
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import Change, Event, StageState, Timings
+from unfuse.core.request import Change, DeviceFailure, Event, StageState, Timings
 from unfuse.queues.base import DeclaredModels, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_growth import GROWTH_RULES
@@ -411,9 +411,8 @@ async def stats_and_peek_leave_out_leased_tasks(queue: QueueBackend, clock: Manu
 
 async def stored_fields_are_read_unchanged(queue: QueueBackend, clock: ManualClock) -> None:
     """Every field of contexts and tasks survives storage unchanged."""
-    stages = {
-        "s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3, alone=True)
-    }
+    state = StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3, alone=True)
+    stages = {"s": msgspec.structs.replace(state, device_failures=(DeviceFailure("cuda:0", had_worked=True),))}
     params = {"s": "é", "i": 2**40, "most": 2**64 - 1, "least": -(2**63), "f": 0.1, "n": None, "b": True}
     caller = {"tenant": "ü", "fingerprint": "f"}
     fields = {"deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1, "order": 0.3}

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from unfuse.core.compute_options import DEFAULT_MAX_BATCH
 from unfuse.core.messages import BatchInvarianceStats
-from unfuse.core.retries import CONNECTION, DEVICE, is_out_of_memory, rule_of
+from unfuse.core.retries import CONNECTION, is_out_of_memory, rule_of
 from unfuse.stages.bitwise import first_difference
 from unfuse.worker.batch_invariance import InvarianceResults, Key
 from unfuse.worker.compute_messages import BatchMode
+from unfuse.worker.device_errors import task_error
 from unfuse.worker.job import Job
 from unfuse.worker.memory_ladder import MemoryLadder
 from unfuse.worker.ranks import Ranks
@@ -277,6 +278,7 @@ class Batches:
             if follows_another:
                 self._synchronize()
         except Exception as error:  # an error of one task must not end the process
+            task_error(error)
             return self._handle_failure(batch, error, mode)
 
         seconds, exchange_s = time.monotonic() - began, self._ranks.exchange_s - exchange_s
@@ -329,7 +331,8 @@ class Batches:
         """Compute a step once more, together, and store whether the results differ.
 
         `alone`: the results of the jobs alone, which took `alone_s` seconds each. An error counts as a difference. If
-        memory runs out, only the batch size is limited, and a failed device or rank changes nothing.
+        memory runs out, only the batch size is limited, and a failed rank changes nothing. Raises the error of a
+        failed device.
         """
         stage = batch[0].stage
         key = batch[0].key
@@ -343,11 +346,12 @@ class Batches:
             self.sizes.measured(key, len(batch), seconds)
             difference = self._ranks.difference(first_difference(alone, together) is not None)
         except Exception as error:  # the tasks go on with their results alone
+            task_error(error)
             if is_out_of_memory(error):
                 self._memory_ladder.recover(error)
                 self.sizes.too_large(key, len(batch))
                 return
-            if rule_of(error) in (DEVICE, CONNECTION):  # the machine failed, which shows nothing about the batch
+            if rule_of(error) is CONNECTION:  # a rank failed, which shows nothing about the batch
                 return
             difference = f"{type(error).__name__}: {error}"
         if self._exactness:

@@ -28,7 +28,8 @@ from unfuse.arena.protocol import peer_of
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.compute_options import Batching, worker_parallelism
-from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
+from unfuse.core.errors import ConfigError, DeviceUnusable, PermanentError, UnfuseError
+from unfuse.core.messages import DeviceId
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSpec
 from unfuse.models import find, read_model_spec, resolve_source
@@ -43,6 +44,7 @@ from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
+from unfuse.worker.device_errors import device_failure, first_line, is_device_error
 from unfuse.worker.load_memory import explain_out_of_memory
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
@@ -111,10 +113,41 @@ def compute(descriptor: int) -> None:
         load = replace(load, compute=replace(load.compute, batching=_batching(load)))
         group = _join_group(load)
         device, numerics, stages, plain = _load_stages(load, channel, group)
+        for stage in stages.values():
+            stage.warm_up()
     except (UnfuseError, OSError, ValueError) as error:
-        channel.send(messages.LoadFailed(str(error)))
+        channel.send(messages.LoadFailed(str(error), by_device=isinstance(error, DeviceUnusable)))
         return
+    except RuntimeError as error:
+        if not is_device_error(error):
+            raise
+        channel.send(messages.LoadFailed(f"the device failed while models were loaded: {first_line(error)}", True))
+        os._exit(1)  # an orderly exit would use the device
 
+    resources = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
+    left_out = (load.pools or load.registered) - stages.keys()
+    loop = _make_step_loop(load, group, device, numerics, stages, plain, inbox, channel)
+    channel.send(messages.ModelsLoaded(_device_name(device), numerics, resources, left_out, _device_id(device)))
+    try:
+        loop.run()
+    except Exception as error:
+        if not is_device_error(error):
+            raise
+        channel.send(device_failure(error, load.rank))
+        os._exit(1)
+
+
+def _make_step_loop(
+    load: messages.LoadModels,
+    group: Group | None,
+    device: str,
+    numerics: Mapping[str, str],
+    stages: Mapping[str, Stage],
+    plain: Collection[str],
+    inbox: queue.SimpleQueue[messages.ForLoop],
+    channel: messages.ComputeChannel,
+) -> StepLoop:
+    """Return the step loop over the loaded stages."""
     places = load.storage
     store = TensorStore.create(
         places.store,
@@ -128,11 +161,7 @@ def compute(descriptor: int) -> None:
         copies=copies_here(places),
         run_dir=load.run_dir,
     )
-    resources = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
-    left_out = (load.pools or load.registered) - stages.keys()
-    channel.send(messages.ModelsLoaded(_device_name(device), numerics, resources, left_out))
-
-    StepLoop(
+    return StepLoop(
         stages,
         store,
         open_results(places.results, places.results_store_id),
@@ -146,7 +175,7 @@ def compute(descriptor: int) -> None:
         Ranks(group, channel.send),
         load.compute.loop == "overlapped",
         compute_device(device),
-    ).run()
+    )
 
 
 def free_bytes(device: str) -> int:
@@ -308,6 +337,7 @@ def _load_stages(
         _set_kernel_flags(load, device) if libraries else {},
         worker_parallelism(load.compute.parallel, load.choice.roles),
     )
+    _require_dtypes(device, wanted.values())
     numerics = numerics_of(load, device, libraries) | flags
     _check_agreement(group, numerics, wanted)
 
@@ -327,6 +357,14 @@ def _load_stages(
         for stage in stages.values():
             stage.warm_up()
     return device, numerics, stages, plain
+
+
+def _require_dtypes(device: str, stages: Iterable[tuple[StageSpec, ModelSpec, Path]]) -> None:
+    """Raise ConfigError if the device does not compute in the dtypes of these stages."""
+    if not device.startswith("cpu"):
+        from unfuse.parallel.devices import require_dtypes
+
+        require_dtypes(device, {spec.dtypes[name] for stage, spec, _ in stages for name in stage.components})
 
 
 class LoadProgress:
@@ -386,24 +424,27 @@ def _bytes_of(folder: Path) -> int:
 def _device(load: messages.LoadModels, with_torch: bool) -> str:
     """Return the device of this process, and make it the current one of this thread.
 
-    Raises ConfigError if the device is missing, or if there are fewer GPUs than ranks.
+    Raises ConfigError if the device is missing, or if there are fewer GPUs than ranks, and DeviceUnusable if the device
+    fails its check.
     """
     configured = load.compute.device
     if not with_torch:
         return "cpu" if configured == "auto" else configured
     import torch
 
-    from unfuse.parallel.devices import accelerators, describe_devices, is_present, set_current
+    from unfuse.parallel.devices import accelerators, check, describe_devices, is_present, set_current
 
     torch.set_num_threads(load.compute.threads)
     if configured != "auto":
         set_current(is_present(configured))
+        check(configured)
         return configured
     if (devices := accelerators()) and load.ranks > len(devices):
         raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(devices)}")
     if not devices and torch.accelerator.current_accelerator():
         log.warning("no GPU can be used", torch=torch.__version__, reason=describe_devices()["problem"])
     chosen = devices[load.rank : load.rank + 1] or ["cpu"]
+    check(chosen[0])
     return chosen[0].partition(":")[0] if load.ranks == 1 else chosen[0]
 
 
@@ -425,6 +466,15 @@ def numerics_of(load: messages.LoadModels, device: str, libraries: Collection[st
     import torch
 
     return numerics | {"device": f"cpu {torch.backends.cpu.get_cpu_capability()}", "threads": str(load.compute.threads)}
+
+
+def _device_id(device: str) -> DeviceId:
+    """Return the index and the UUID of a device. A CPU has no UUID."""
+    if device.startswith("cpu"):
+        return DeviceId("cpu")
+    from unfuse.parallel.devices import identity
+
+    return identity(device)
 
 
 def _device_name(device: str) -> str:

@@ -22,6 +22,7 @@ from unfuse.core.messages import (
     BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
+    DeviceId,
     Memory,
     OutputAnnounced,
     RankTimes,
@@ -289,12 +290,34 @@ class ModelsLoaded(msgspec.Struct, frozen=True, tag=True):
     #: Registered pools that were not loaded, because the model's files have changed.
     changed_pools: frozenset[str] = frozenset()
 
+    #: Index and UUID of the process's device.
+    device_id: DeviceId = DeviceId("cpu")
+
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     """Loading failed, and the process ends."""
 
     #: Why loading failed.
     message: str
+
+    #: Whether the device is the cause: it failed its check, or while models were loaded.
+    by_device: bool = False
+
+
+class DeviceFailed(msgspec.Struct, frozen=True, tag=True):
+    """A device error has made the device context unusable, and the process ends.
+
+    Any rank may send it.
+    """
+
+    #: Rank of the failed device.
+    rank: int
+
+    #: The error, in one sentence.
+    message: str
+
+    #: The traceback.
+    evidence: str = ""
 
 
 class RankStatus(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -368,6 +391,7 @@ FromCompute = (
     | ComponentLoaded
     | ModelsLoaded
     | LoadFailed
+    | DeviceFailed
     | StepPlan
     | RankStatus
     | PairDone

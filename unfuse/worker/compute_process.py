@@ -19,7 +19,7 @@ import structlog
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute_options import compute_environment
-from unfuse.core.errors import ConfigError, ProtocolError
+from unfuse.core.errors import ConfigError, DeviceUnusable, ProtocolError
 from unfuse.core.supervisor import Supervisor
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.fork_server import Ended, Fork, Forked, NotForked
@@ -211,8 +211,8 @@ class ComputeProcess:
     async def start(self, rendezvous: str = "") -> messages.ModelsLoaded:
         """Start the process and wait until it has loaded its models.
 
-        Ranks meet in the file `rendezvous`. Raises ConfigError if loading failed. The calling asyncio task must be one
-        of this process's own, because its log context gets the number of the rank.
+        Ranks meet in the file `rendezvous`. Raises ConfigError if loading failed, and DeviceUnusable if its device did.
+        The calling asyncio task must be one of this process's own, because its log context gets the number of the rank.
         """
         if self.load.ranks > 1:  # bound in this asyncio task and those it starts, so for all logs of the process
             structlog.contextvars.bind_contextvars(rank=self.load.rank)
@@ -240,6 +240,8 @@ class ComputeProcess:
                     log.info("loaded", **msgspec.structs.asdict(message))
                 case messages.LoadFailed():
                     await self._child.wait()
+                    if message.by_device:
+                        raise DeviceUnusable(message.message, self.load.rank)
                     raise ConfigError(message.message)
                 case messages.ModelsLoaded():
                     self.load_s = time.monotonic() - started_at

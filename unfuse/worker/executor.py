@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from logging import ERROR, INFO
 from math import exp
 from pathlib import Path
@@ -17,12 +18,11 @@ from pathlib import Path
 import structlog
 from typing_extensions import override
 
-from unfuse.core.errors import ConfigError, ProtocolError, TransientError
+from unfuse.core.errors import ConfigError, DeviceUnusable, ProtocolError, TransientError
 from unfuse.core.messages import (
     BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
-    FailureKind,
     OutputAnnounced,
     StepProgress,
     TaskCompleted,
@@ -35,6 +35,7 @@ from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.transfer.base import ProcessPairs
 from unfuse.worker.compute_messages import (
     CancelTask,
+    DeviceFailed,
     FromCompute,
     InputArrived,
     InputTaken,
@@ -50,6 +51,7 @@ from unfuse.worker.compute_messages import (
     ToCompute,
 )
 from unfuse.worker.compute_process import ComputeProcess
+from unfuse.worker.device_health import DeviceHealth
 from unfuse.worker.remote_inputs import ENDED, InputStreams
 
 log = structlog.get_logger(__name__)
@@ -68,6 +70,9 @@ SWAPPED = "stopped to load another set of weights"
 
 #: Number of failed restarts in a row after which the previous model is loaded again, or ranks are lost.
 TRIED = 3
+
+#: Seconds to wait for the last messages of the other ranks after one has ended.
+LAST_MESSAGES_S = 0.25
 
 #: Seconds between two checks of the compute processes.
 WATCH_S = 0.5
@@ -187,7 +192,7 @@ class Executor:
 
     All processes get all tasks. The first rank decides the step plans, which the executor passes on to the others, and
     reports for all. When one process dies, all are ended and started again. Tasks that the first rank had started are
-    reported as crashed, the others as handed back.
+    reported as crashed, the others as handed back. After a device error, `health` decides when they start again.
 
     All processes are killed if there are tasks and the first rank sends nothing for `stall_s` seconds. A process is
     killed if its own memory exceeds `memory_limit` bytes (0: any) while there are tasks, or if it is one of several
@@ -222,6 +227,10 @@ class Executor:
 
         #: Whether the processes have loaded their models and accept tasks.
         self.ready = False
+
+        #: Whether the devices of the processes are healthy.
+        self.health = DeviceHealth()
+        self._device_failed: DeviceFailed | None = None  # why the processes end, if a device failed
 
         self._busy = BusyShare()
         self._statuses = [RankStatus()] * len(loads)
@@ -264,6 +273,7 @@ class Executor:
             ranks=tuple(rank.time for rank in self._statuses) if len(self._statuses) > 1 else (),
             texts=first.texts,
             batch_invariance=self._batch_invariance,
+            device_fault=self.health.fault,
         )
 
     async def start(self) -> ModelsLoaded:
@@ -284,6 +294,7 @@ class Executor:
             raise
         finally:
             rendezvous.unlink(missing_ok=True)
+        self.health.record_started([models.device_id for models in loaded])
         self.ready = True
         return loaded[0]
 
@@ -303,11 +314,14 @@ class Executor:
         """Restart processes that have loaded before, until that succeeds or ranks are `lost`."""
         failures = 0
         while True:
+            await self.health.pause()
             try:
                 return await self.start()
             except ConfigError as error:
                 failures += 1
                 log.error("the compute process did not start", reason=str(error))
+                if isinstance(error, DeviceUnusable):
+                    self.health.record_unusable(error)
 
                 # A set that cannot be loaded, such as after a swap, must not keep the worker from serving the old one.
                 # If ranks cannot restart at all, a device may be lost: the launcher then tries fewer of them.
@@ -404,7 +418,9 @@ class Executor:
         """Handle messages until a process has ended. Returns that process."""
         listening = [asyncio.create_task(self._handle_messages(process)) for process in self._processes]
         try:
-            done, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
+            done, others = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
+            if others:  # this process may have ended because the device of another rank failed
+                await asyncio.wait(others, timeout=LAST_MESSAGES_S)
             return next(iter(done)).result()
         finally:
             for task in listening:
@@ -436,6 +452,9 @@ class Executor:
                     await self._report(message)
                 case InputTaken():
                     self.replies.record_answer(message)
+                case DeviceFailed():
+                    self._device_failed = self._device_failed or message
+                    process.kill("its device failed")
                 case _ if rank == 0:
                     await self._handle_message(message)
 
@@ -455,12 +474,12 @@ class Executor:
                 await self._report(message)
             case PairDone():
                 self.pairs.finish_call(message)
-            case TaskFailed(kind="crash"):  # killing the process reports this task and all others that it had begun
-                self._processes[0].kill(f"killed, because its device failed: {message.message}")
             case TaskStopped() | TaskCompleted() | TaskFailed():
                 self._started.discard(message.claim)
                 self._waiting_for_results.discard(message.claim)
-                if self._sent.pop(message.claim, None):
+                if run := self._sent.pop(message.claim, None):
+                    if isinstance(message, TaskCompleted):
+                        self.health.record_completed(run.lease.task.planned.pool)
                     self._busy.set_busy(bool(self._sent))
                     await self._report(message)
                     await self._send_runnable()
@@ -491,7 +510,7 @@ class Executor:
         # Times and counts start at zero again. Device memory stays until the next processes report theirs.
         self._statuses = [RankStatus(device_memory=rank.device_memory) for rank in self._statuses]
         log.log(INFO if cause == SWAPPED else ERROR, "compute process died", reason=cause, begun=len(self._started))
-        claims, started = [*self._sent, *self._waiting], self._started
+        runs, started = self._sent | self._waiting, self._started
         self._sent = {}
         self._waiting = {}
         self._started = set()
@@ -499,9 +518,12 @@ class Executor:
         self._busy.set_busy(False)
 
         message, evidence = f"the compute process died: {cause}", f"{cause}\n{dead.log}".strip()
-        for claim in claims:
-            crashed = claim in started
-            kind: FailureKind = "crash" if crashed else "hand_back"
-            reason = "" if crashed else "compute"
-            had_companions = crashed and len(started) > 1  # then another task may be to blame for the crash
-            await self._report(TaskFailed(claim, kind, message, evidence, had_companions=had_companions, reason=reason))
+        failure = partial(TaskFailed, kind="crash", message=message, evidence=evidence)
+        if failed := self._device_failed:
+            self._device_failed = None
+            failure = self.health.record_failure(failed, [runs[claim].lease.task for claim in started])
+        for claim in runs:
+            if claim in started:  # with others that had begun, one of these may be to blame
+                await self._report(failure(claim, had_companions=len(started) > 1))
+            else:
+                await self._report(TaskFailed(claim, "hand_back", message, evidence, reason="compute"))

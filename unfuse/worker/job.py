@@ -25,6 +25,7 @@ from unfuse.stores.tensor_store import HeldTensors, TensorStore, UnsealedObject
 from unfuse.stores.tensors import numpy_over, torch_over
 from unfuse.worker.checkpoints import unpack
 from unfuse.worker.compute_messages import InputArrived, InputTaken, RunTask, TaskWaits, failure
+from unfuse.worker.device_errors import task_error
 from unfuse.worker.ranks import TaskStart
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ class JobFactory:
                 inputs[ref.id] = stage.receive(task.derived, task.priority, names) or CollectedInput(ref, self._ranks)
             inputs[ref.id].write(self._store.memory(arrived.offset, arrived.stop - arrived.start))
         except Exception as error:  # an error of one task must not end the process
+            task_error(error)
             return InputTaken(claim, ref.id, str(error) or type(error).__name__)
         return InputTaken(claim, ref.id)
 
@@ -365,6 +367,7 @@ class JobFactory:
             with self._store.get(lease.checkpoint, as_torch=self._as_torch(lease)) as tensors:
                 return stage.resume(stage_input, unpack(tensors))
         except Exception as error:  # a bad checkpoint must not end the process
+            task_error(error)
             task = lease.task
             log.warning(
                 "cannot resume from the checkpoint, starting over",
@@ -468,6 +471,7 @@ def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
             elif task.planned.extends_prefix_of:
                 blocks.append((prefix_key(task.planned.extends_prefix_of, block.digest), block.digest, block.copy()))
     except Exception as error:  # the task continues, as on every other rank; other tasks recompute a missing block
+        task_error(error)
         log.info("prefix block not cached", request=task.request, stage=task.stage, reason=str(error))
     return blocks
 
@@ -483,6 +487,7 @@ def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[CachePrefix]:
         try:
             ref = store.put(on_host(tensors), request=task.request, stage=task.stage, attempt=task.attempt)
         except Exception as error:  # for the same reasons as in `read_prefix_blocks`
+            task_error(error)
             log.info("prefix block not cached", request=task.request, stage=task.stage, reason=str(error))
             return
         yield CachePrefix(job.claim, key, ref, digest)

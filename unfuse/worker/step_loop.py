@@ -37,6 +37,7 @@ from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
+from unfuse.worker.device_errors import task_error
 from unfuse.worker.encoder_thread import EncodedStep, EncoderThread
 from unfuse.worker.job import (
     Job,
@@ -56,7 +57,6 @@ log = structlog.get_logger(__name__)
 
 #: The first and the longest pause, in seconds, of a task that waits for the result store.
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
-
 
 #: The timings of a task that has computed nothing yet.
 UNUSED = Timings()
@@ -142,7 +142,7 @@ class StepLoop:
         self._ended_stages = set[Stage]()
 
     def run(self) -> None:
-        """Run tasks until the process ends."""
+        """Run tasks until the process ends. Raises the error that made the device unusable."""
         while True:
             if not (self._jobs or self._arrived or self._factory.receives):
                 self._leaks.check()
@@ -295,7 +295,7 @@ class StepLoop:
         try:
             return self._memory_ladder.repeat(run.lease.task, partial(self._factory.start, run))
         except Exception as error:  # an error of one task must not end the process
-            return error
+            return task_error(error)
 
     def _park(
         self, claim: Claim, error: Exception | None, again: Callable[[], None], timings: Timings = UNUSED
@@ -327,7 +327,7 @@ class StepLoop:
         try:
             parked.again()
         except Exception as error:  # an error of one task must not end the process
-            self._send(messages.failure(claim, error, parked.timings))
+            self._send(messages.failure(claim, task_error(error), parked.timings))
         if self._parked[claim] is parked:
             del self._parked[claim]
 
@@ -395,7 +395,7 @@ class StepLoop:
         self._release(job)
         if is_out_of_memory(error):
             error = self._memory_ladder.explain(job.lease.task, error)
-        self._send(messages.failure(job.claim, error, job.timings))
+        self._send(messages.failure(job.claim, task_error(error), job.timings))
 
     def _release(self, job: Job) -> None:
         """Release a job's inputs and its stage's state.
@@ -422,7 +422,8 @@ class StepLoop:
                 job.safe = step
                 self._policy.record_cost(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
-            log.warning("checkpoint not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
+            reason = str(task_error(error))
+            log.warning("checkpoint not saved", request=task.request, stage=task.stage, step=step, reason=reason)
         job.saved, job.saved_at = step, time.monotonic()
         job.save_s += job.saved_at - began
 

@@ -13,6 +13,7 @@ from unfuse.core.messages import CachePrefix, StepProgress
 from unfuse.core.task import OutputDeltas
 from unfuse.stores.results import ResultStore, fragment_name, fragment_prefix
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.device_errors import task_error
 from unfuse.worker.job import Job, store_prefix_blocks
 
 log = structlog.get_logger(__name__)
@@ -117,7 +118,8 @@ def store_preview(results: ResultStore, job: Job, step: int) -> None:
             results.attach(task.request, f"preview-{task.stage}-{step}", media.data, durable=False)
             job.previews.append(step)
     except Exception as error:
-        log.warning("preview not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
+        reason = str(task_error(error))
+        log.warning("preview not stored", request=task.request, stage=task.stage, step=step, reason=reason)
 
 
 def store_fragment(results: ResultStore, job: Job, step: int) -> None:
@@ -133,7 +135,8 @@ def store_fragment(results: ResultStore, job: Job, step: int) -> None:
         results.attach(task.request, fragment_name(task.attempt, step), data, durable=False)
         job.last_fragment_step = step
     except Exception as error:
-        log.warning("video fragment not stored", request=task.request, stage=task.stage, step=step, reason=str(error))
+        reason = str(task_error(error))
+        log.warning("video fragment not stored", request=task.request, stage=task.stage, step=step, reason=reason)
         job.last_fragment_step = None
 
 

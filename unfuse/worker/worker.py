@@ -146,7 +146,7 @@ class Worker:
         if not self._link.connected:
             return "no scheduler answers"
         if not (self._joined and self._executor.ready):
-            return "the compute process is loading its models"
+            return str((self._joined and self._executor.health.fault) or "the compute process is loading its models")
         return "; ".join(sorted({str(file) for file in self._weights.changed.values()}))
 
     def drain(self) -> None:
@@ -234,6 +234,7 @@ class Worker:
             os.getpid(),
             engines=objects.copies.served_at,
             device=self._started.device,
+            devices=self._executor.health.devices,
             resources=self._slots.resources,
             numerics=numerics,
             swappable_models=self._swapper.pools_of_sets(numerics, changed),

@@ -39,8 +39,20 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 """Errors by the word that asks for them."""
 
 
+def fail_if_broken(place: str) -> None:
+    """Raise a device error if the device of this worker is broken there: while it computes ("run") or loads ("load").
+
+    It is broken where the file with the worker's process id says, in the folder OUTSIDE_BROKEN.
+    """
+    worker = Path("/proc/self/comm").read_text().split()[-1]
+    file = Path(os.environ.get("OUTSIDE_BROKEN", "/nowhere"), worker)
+    if file.is_file() and place in file.read_text():
+        raise RuntimeError(f"CUDA error: an illegal memory access was encountered\nFor debugging, see {place}")
+
+
 def suffer(prompt: str) -> None:
     """Do as the prompt says, once."""
+    fail_if_broken("run")
     match prompt.partition(" ")[0]:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,6 +98,7 @@ class Turn(SteppedStage[tuple[StageInput, int]]):
 
     def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int] | Exception]:
         time.sleep(STEP_S)
+        fail_if_broken("run")
         for task, step in batch:
             first, _, rest = need(task.params, "prompt", str).partition(" ")
             if first == "later" and step:
@@ -156,6 +169,7 @@ class Outside(Family):
 
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         no_torch()
+        fail_if_broken("load")
         return {"text_encode": Encode, "denoise": Turn, "vae_decode": Write}[spec.kind]()
 
 

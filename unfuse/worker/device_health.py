@@ -1,0 +1,120 @@
+"""Decides whether the devices of a worker are healthy, by how its compute processes end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from unfuse.core.errors import DeviceUnusable
+from unfuse.core.messages import DeviceFault, DeviceId, TaskFailed
+from unfuse.core.plan import declared_pool
+from unfuse.core.task import Task
+from unfuse.worker.compute_messages import DeviceFailed
+
+log = structlog.get_logger(__name__)
+
+#: Device errors in a row, without a completed task in between, after which a device is unhealthy.
+MOST_FAILURES = 3
+
+#: The first pause of an unhealthy device, in seconds. Each further one is twice as long, up to the longest.
+PAUSE_S, MOST_PAUSE_S = 5.0, 300.0
+
+#: Most characters of the reason in a worker's status.
+REASON_CHARS = 1000
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """One device error that ended a compute process."""
+
+    #: The tasks that had begun, as (request, stage).
+    tasks: frozenset[tuple[str, str]]
+
+    #: Their declared pools.
+    pools: frozenset[str]
+
+
+class DeviceHealth:
+    """The health of a worker's devices: healthy until one fails repeatedly, or fails its check.
+
+    A device error that ends the compute process is a failure. A completed task proves that the device works for its
+    pool, and cancels the failures in which tasks of this pool had begun. A device is unhealthy after MOST_FAILURES
+    failures, unless one task had begun in all of them: then the task may be the cause. It is also unhealthy when it
+    fails its check, at once.
+
+    The compute processes of an unhealthy worker do not run. They start again after a pause, which doubles each time
+    until a task completes. The worker is healthy when they have started, since they check their devices first.
+    """
+
+    def __init__(self) -> None:
+        #: The device of each rank, as the compute processes reported it when they started last.
+        self.devices: tuple[DeviceId, ...] = ()
+
+        #: Why the worker runs no tasks. None while all devices are healthy.
+        self.fault: DeviceFault | None = None
+
+        self._failures: list[_Failure] = []
+        self._pause_s = 0.0  # the last pause
+
+    def device(self, rank: int) -> DeviceId:
+        """The device of a rank. Before the first start only its rank is known."""
+        return self.devices[rank] if rank < len(self.devices) else DeviceId(f"rank {rank}")
+
+    def record_failure(self, failed: DeviceFailed, begun: Collection[Task]) -> partial[TaskFailed]:
+        """Record a device error that ended a compute process while these tasks had begun.
+
+        Returns a function that makes the report for one of them.
+        """
+        pools = frozenset(declared_pool(task.planned.pool) for task in begun)
+        had_worked = not any(failure.pools & pools or not failure.pools for failure in self._failures)
+        self._failures.append(_Failure(frozenset(task.key for task in begun), pools))
+        count, device = len(self._failures), self.device(failed.rank)
+        log.error(
+            "a device failed", device=device.index, uuid=device.uuid, reason=failed.message, failures_in_a_row=count
+        )
+        if count >= MOST_FAILURES and not frozenset.intersection(*(failure.tasks for failure in self._failures)):
+            reason = f"{device} failed {count} times without a completed task in between: {failed.message}"
+            self._set_fault(failed.rank, reason)
+        message = f"the compute process ended because {device.index} failed: {failed.message}"
+        report = partial(TaskFailed, kind="device", message=message, evidence=failed.evidence)
+        return partial(report, device=device, had_worked=had_worked)
+
+    def record_unusable(self, error: DeviceUnusable) -> None:
+        """Record that a device failed its check, or failed while models were loaded."""
+        device = self.device(error.rank)
+        self._set_fault(error.rank, f"{device} cannot be used: {error}")
+
+    def record_completed(self, pool: str) -> None:
+        """Record that a task of this pool is complete."""
+        name = declared_pool(pool)
+        self._failures = [failure for failure in self._failures if failure.pools and name not in failure.pools]
+        self._pause_s = self._pause_s if self._failures else 0.0
+
+    def record_started(self, devices: Iterable[DeviceId]) -> None:
+        """Record that the compute processes have started: all devices passed their check."""
+        self.devices = tuple(devices)
+        if self.fault is not None:
+            device = self.device(self.fault.rank)
+            log.info("the device is healthy again: it passed its check", device=device.index, uuid=device.uuid)
+            self.fault = None
+
+    async def pause(self) -> None:
+        """Wait before the next start of the compute processes, if a device is unhealthy."""
+        if self.fault is not None:
+            await asyncio.sleep(self._pause_s)
+
+    def _set_fault(self, rank: int, reason: str) -> None:
+        self.fault = DeviceFault(rank, reason[:REASON_CHARS])
+        self._pause_s = min(MOST_PAUSE_S, 2 * self._pause_s or PAUSE_S)
+        device = self.device(rank)
+        log.error(
+            "the device is unhealthy, the worker runs no tasks",
+            device=device.index,
+            uuid=device.uuid,
+            reason=reason,
+            next_try_s=self._pause_s,
+        )
