@@ -116,11 +116,16 @@ WAYS: dict[str, Product] = {
 }
 
 
-def products(device: str, layers: dict[str, tuple[int, int]] = LAYERS, times: int = TIMES) -> dict[str, Any]:
+def products(
+    device: str,
+    layers: dict[str, tuple[int, int]] = LAYERS,
+    times: int = TIMES,
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
+) -> dict[str, Any]:
     """By layer, tokens and way: in how many sizes a request has the bytes that it has alone, and seconds of a batch of
     eight over those as they come."""
     found: dict[str, Any] = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in dtypes:
         for layer, (width, other) in layers.items():
             drawn = torch.Generator(device).manual_seed(0)
             weight = torch.randn(width, other, device=device, dtype=dtype, generator=drawn)

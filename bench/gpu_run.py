@@ -1,98 +1,133 @@
-"""All that is measured and tested on a GPU, piece by piece, each in less than ten minutes, without network.
+"""Measure and test on a GPU in pieces of at most 90 seconds, without network. The most valuable pieces come first.
 
-    make gpu [GPU_PYTHON=python3] [GPU="--within 540 --folder DIR --tiny"]
+    make gpu [GPU_PYTHON=python3] [GPU="--log gpu.jsonl --within 540 --device cuda:0"]
+    python -m bench.gpu_run [--log FILE] [--within S] [--device DEVICE] [--tiny] [--list] [PIECE]...
 
-Pieces that are done are in a log, one JSON line each, and not done again: where a machine is lent for minutes, say it
-again until nothing is left. One run lasts at most `--within` seconds. A piece that had them all and was not done is in
-the log as such; one that was cut short is not. Models of real size stay in `--folder` for the next run.
+Each piece is a process of its own, so that it starts with free GPU memory, and a crash of the device ends only one
+piece. Facts are added to the log the moment they are known, as JSON lines. A piece that has ended gets a line with its
+exit code, and does not run again: where a machine is lent for minutes, run the command again with the same log. A piece
+that needs longer than its limit is ended and recorded as such. A piece that the end of `--within` cut off runs again.
+
+If this Python lacks a package, the command names the wheels to bring (see `python -m bench.gpu_wheels`). `--tiny`
+computes on the CPU with tiny models, to check that all pieces run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import ONCE, REAL
+from bench.gpu_pieces import Piece, pieces
 
-TESTS = "tests"
-WITHIN_S = 540.0
+#: Seconds that a piece has after SIGINT to end the servers that it started.
+END_S = 15.0
 
+#: Least seconds that must be left for a piece to start.
+START_S = 20.0
 
-def pieces() -> dict[str, list[str]]:
-    """The commands by name, cheapest first; each is a process of its own, so that memory is free behind it."""
-    measured = {part: ["--part", part] for part in ONCE}
-    measured |= {f"{one.kind} {part}": ["--kind", one.kind, "--part", part] for one in REAL for part in one.parts}
-    benches = {name: ["-m", "bench.gpu", *arguments] for name, arguments in measured.items()}
-    return {TESTS: ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]} | benches
+#: Packages that every piece imports.
+PACKAGES = ("torch", "transformers", "diffusers", "msgspec", "structlog", "zmq", "fastapi", "xxhash", "PIL")
 
 
-def done(log: Path) -> dict[str, dict[str, Any]]:
-    """What the log has, by piece."""
-    lines = log.read_text().splitlines() if log.exists() else []
-    return {line["piece"]: line for line in map(json.loads, lines)}
+def read_log(log: Path) -> dict[str, dict[str, Any]]:
+    """Return the last line of each piece that has ended, by its name."""
+    lines = map(json.loads, log.read_text().splitlines()) if log.exists() else iter(())
+    return {line["piece"]: line for line in lines if "exit" in line}
 
 
-def with_folder(command: list[str], asked: argparse.Namespace) -> list[str]:
-    """A bench's command with where its models are; others as they are."""
-    own = ["--tiny"] if asked.tiny else ["--folder", str(asked.folder), "--keep"]
-    return [*command, *own] if "bench.gpu" in command else command
+def missing(packages: tuple[str, ...]) -> list[str]:
+    """Return those of these packages that are not installed."""
+    return [name for name in packages if find_spec(name) is None]
 
 
-def run(piece: str, command: list[str], within: float) -> dict[str, Any] | None:
-    """A piece's line for the log; None if it was not done in so many seconds."""
+def run(piece: Piece, device: str, log: Path, limit: float) -> dict[str, Any] | None:
+    """Run a piece for at most `limit` seconds. Returns its last line for the log; None if it did not end."""
     began = time.monotonic()
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    variables = {"GPU_DEVICE": device, "GPU_LOG": str(log.resolve()), "GPU_PIECE": piece.name, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *piece.command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+    )
     try:
-        said, _ = process.communicate(timeout=max(0.0, within))
+        output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it ends the servers that it has started
+        process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=30)
+            process.communicate(timeout=END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
         return None
-    line = {"piece": piece, "exit": process.returncode, "seconds": round(time.monotonic() - began, 1)}
-    if piece == TESTS or process.returncode:
-        return line | {"said": said[-2000:]}
-    return line | {"figures": json.loads(said)}
+    line = {"piece": piece.name, "exit": process.returncode, "seconds": round(time.monotonic() - began, 1)}
+    return line | ({"output": output[-2000:]} if process.returncode or piece.is_test else {})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="run only these pieces")
+    parser.add_argument("--log", type=Path, default=Path("gpu.jsonl"), help="file with the results (gpu.jsonl)")
+    parser.add_argument("--within", type=float, default=540.0, help="most seconds of this run (540)")
+    parser.add_argument("--device", default="cuda:0", help="device to compute on (cuda:0)")
+    parser.add_argument("--tiny", action="store_true", help="compute on the CPU with tiny models")
+    parser.add_argument("--list", action="store_true", help="list the pieces and their limits in seconds")
+    return parser.parse_args()
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(
-        prog="python -m bench.gpu_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    words.add_argument("--log", type=Path, default=Path("gpu.jsonl"))
-    words.add_argument("--within", type=float, default=WITHIN_S)
-    words.add_argument("--folder", type=Path, default=Path("gpu-models"))
-    words.add_argument("--tiny", action="store_true")
-    asked = words.parse_args()
-    end = time.monotonic() + asked.within
-    for piece, command in pieces().items():
-        if piece in done(asked.log) or (asked.tiny and piece == TESTS):
+    arguments = parse_arguments()
+    device = "cpu" if arguments.tiny else arguments.device
+    selected = [
+        piece for piece in pieces(device, arguments.tiny) if not arguments.pieces or piece.name in arguments.pieces
+    ]
+    if arguments.list:
+        print("\n".join(f"{piece.seconds:4.0f}  {piece.name}" for piece in selected))
+        return
+    if lacking := missing(PACKAGES):
+        sys.exit(
+            f"this Python lacks {', '.join(lacking)}: bring their wheels, with those of `python -m bench.gpu_wheels`, "
+            "and add the folder in which they are unpacked to PYTHONPATH"
+        )
+
+    end = time.monotonic() + arguments.within
+    for piece in selected:
+        left = end - time.monotonic()
+        if piece.name in read_log(arguments.log):
             continue
-        began = time.monotonic()
-        line = run(piece, with_folder(command, asked), end - began)
-        if line is None and end - began > 0.9 * asked.within:
-            line = {"piece": piece, "exit": None, "said": f"not done within {asked.within:.0f} s"}
+        if left < START_S:
+            break
+        if lacking := missing(piece.packages):
+            print(f"{piece.name}: skipped, since this Python lacks {', '.join(lacking)}", file=sys.stderr)
+            continue
+        line = run(piece, device, arguments.log, min(piece.seconds, left))
+        if line is None and left >= piece.seconds:
+            line = {"piece": piece.name, "exit": None, "output": f"did not end within {piece.seconds:g} s"}
         if line is None:
             break
-        with asked.log.open("a") as log:
+        with arguments.log.open("a") as log:
             log.write(json.dumps(line) + "\n")
-        print(f"{piece}: exit {line['exit']}", file=sys.stderr)
-    found = done(asked.log)
-    left = [piece for piece in pieces() if piece not in found]
-    bad = [piece for piece, line in found.items() if line["exit"] != 0 or '"failed":' in json.dumps(line)]
+        print(f"{piece.name}: exit {line['exit']}, {line.get('seconds', piece.seconds)} s", file=sys.stderr)
+
+    ended = read_log(arguments.log)
+    remaining = [piece.name for piece in selected if piece.name not in ended]
+    failed = [name for name, line in ended.items() if line["exit"] != 0]
     print(
-        f"{len(found)} pieces are in {asked.log}; left: {', '.join(left) or 'none'}; failed: {', '.join(bad) or 'none'}"
+        f"{len(ended)} pieces are in {arguments.log}; remaining: {', '.join(remaining) or 'none'}; "
+        f"failed: {', '.join(failed) or 'none'}"
     )
-    sys.exit(bool(bad))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,10 +19,11 @@ from bench.load import closed_loop
 from bench.model import PROMPTS
 from bench.report import NO_CACHE
 from bench.stream import first_frame
-from tools.server import Server, environment, serving
+from tools.server import Server, computes_of, environment, serving
 from unfuse.core.errors import PermanentError
 
 CLIENTS = 16
+SEEDS = 8
 RUNS = 3
 
 
@@ -61,7 +65,7 @@ class Served:
         rows = {row.pop("measure"): row for row in said["figures"]}
         return rows | {"equal": f"{said['equal']} of {said['requests']}"}
 
-    def many(self) -> dict[str, Any]:
+    def rates(self) -> dict[str, Any]:
         """Small pictures for 16 clients, sharing forwards where no byte changes, and wherever they can."""
         found = self._rates({how: ("--batching", how) for how in ("exact", "batched")})
         return found | {"batched_over_exact": over(found, "batched", "exact")}
@@ -96,6 +100,39 @@ class Served:
                 )
                 rates.append(2 * CLIENTS / wall)
         return median(rates[1:])
+
+
+#: The values of `--workers` that are compared.
+LAYOUTS = {"whole": "all=1", "split": "split"}
+
+
+def same_bytes(folder: Path, data: Path, device: str, workers: str, memory: Callable[[], int]) -> dict[str, Any]:
+    """Serve a tiny model. Returns whether requests have equal bytes alone, in company and after their worker's crash.
+
+    `memory` returns MiB of the GPU that are in use.
+    """
+    before = memory()
+    data.mkdir(exist_ok=True)
+    options = ("--device", device, "--workers", workers, "--arena", "64MiB", *NO_CACHE)
+    with serving(data, str(folder), *options) as server, ThreadPoolExecutor(SEEDS) as clients:
+        server.ready()
+        figures: dict[str, Any] = {"gpu_mib": memory() - before}
+
+        def picture(seed: int) -> str:
+            body = {"prompt": f"picture {seed % 3}", "seed": seed, "size": "32x32", "num_inference_steps": 6 + seed % 3}
+            return str(server.post("/v1/images/generations", body)["data"][0]["b64_json"])
+
+        alone = [picture(seed) for seed in range(SEEDS)]
+        figures["equal_in_company"] = [*clients.map(picture, range(SEEDS))] == alone
+        running = [clients.submit(picture, seed) for seed in range(SEEDS)]
+        workers_shown = server.get("/v1/workers")["data"]
+        for process in computes_of(*(worker["pid"] for worker in workers_shown)):
+            process.kill()
+        figures["equal_after_kill"] = [future.result() for future in running] == alone
+        figures["devices"] = [worker["device"] for worker in workers_shown]
+        figures["batch_invariance"] = {pool["id"]: pool["batch_invariance"] for pool in server.get("/v1/pools")["data"]}
+        figures["sha256"] = sha256("".join(alone).encode()).hexdigest()
+        return figures
 
 
 def over(found: dict[str, Any], one: str, other: str) -> float:

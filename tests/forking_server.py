@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from importlib import import_module
 
 MOST_BYTES = 1 << 17
@@ -87,7 +88,8 @@ def received(requests):
 def main():
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
-        imported(name)
+        with suppress(ModuleNotFoundError):  # a process that needs a missing package says so itself
+            imported(name)
     gc.collect()
     gc.freeze()
     selector.register(requests, selectors.EVENT_READ)

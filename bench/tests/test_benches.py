@@ -24,7 +24,7 @@ from bench import (
     chat,
     costs,
     flexible,
-    gpu,
+    gpu_models,
     grammar,
     growth,
     hop,
@@ -64,9 +64,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    for subject in gpu.TINY:
-        gpu.build(subject, root / subject.kind, "cpu")
-    return {subject.kind: root / subject.kind for subject in gpu.TINY}
+    return {kind: gpu_models.build(subject, root, "cpu") for kind, subject in gpu_models.TINY.items()}
 
 
 @pytest.fixture(scope="module")
@@ -107,30 +105,6 @@ def test_company_that_keeps_its_slots_has_each_request_in_one() -> None:
     assert all(len(row) == steps.PADDED for row in steps.companies("padded", 20))
 
 
-@pytest.mark.parametrize(
-    "subject",
-    [
-        pytest.param(subject, id=subject.kind, marks=[] if subject.kind == "flux" else [pytest.mark.nightly])
-        for subject in gpu.TINY
-    ],
-)
-def test_what_is_measured_on_a_gpu_can_be_measured(subject: gpu.Subject, folders: dict[str, Path]) -> None:
-    parts = ("stages", "batching", "bytes", "offload")
-    found = gpu.measure(subject, folders[subject.kind], "cpu", parts)
-
-    assert [part for part in parts if "failed" in found[part]] == []
-    said = gpu.markdown({subject.kind: found, "copies": gpu.copies("cpu", 1 << 20)})
-    assert f"{subject.kind}: stages" in said and "| arena | 1 MiB |" in said
-
-
-@pytest.mark.parametrize("subject", gpu.REAL, ids=lambda subject: subject.kind)
-def test_models_of_real_size_have_as_many_parameters_as_the_published_ones(subject: gpu.Subject) -> None:
-    for name, make_one in subject.components.items():
-        model = gpu.created(make_one, "meta")
-        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        assert round(millions) == subject.parameters[name], name
-
-
 def test_a_component_takes_the_place_of_the_tiny_one(tmp_path: Path) -> None:
     def deeper() -> object:
         from transformers import T5Config, T5EncoderModel
@@ -147,10 +121,8 @@ def test_a_component_takes_the_place_of_the_tiny_one(tmp_path: Path) -> None:
         return CLIPTextModel(CLIPTextConfig(vocab_size=600, max_position_embeddings=77, **sizes, **ends))
 
     components = {"text_encoder": longer, "text_encoder_2": deeper}
-    subject = gpu.Subject("flux", ("apart",), (32, 32, 1), 2, components=components)
-    gpu.build(subject, tmp_path / "model", "cpu")
-
-    model = Model(tmp_path / "model")
+    subject = gpu_models.Subject("flux", ("apart",), (32, 32, 1), 2, (32,), components)
+    model = Model(gpu_models.build(subject, tmp_path, "cpu"))
     made = model.encode(model.params(1, max_sequence_length=16))
     assert isinstance(made["prompt_embeds"], Tensor) and made["prompt_embeds"].shape == (1, 16, tiny.TEXT_DIM)
 
