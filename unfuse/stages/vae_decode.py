@@ -76,6 +76,10 @@ class VaeDecodeState:
     recording: MediaWriter
     #: The pixels of steps that are not encoded yet, in order. One thread appends to it, another one takes them off.
     unencoded: deque[Pixels] = field(default_factory=deque)
+    #: The last piece, until it is converted. A step that ran out of memory may be repeated, but the piece comes once.
+    piece: Tensor | None = None
+    #: The error that ended the step, or None. The pieces end with an error of decoding.
+    error: Exception | None = None
     #: The steps done.
     done: int = 0
 
@@ -116,8 +120,8 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
         if batch[0].steps > 1:
             return [_add_frames(state, state.fragments) for state in batch]
 
-        decoded = iter(self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(len(batch)))
-        return [_add_frames(state, decoded) for state in batch]
+        decoded = self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(len(batch))
+        return [_add_frames(state, iter((pixels,))) for state, pixels in zip(batch, decoded, strict=True)]
 
     @override
     def progress(self, state: VaeDecodeState) -> tuple[int, int]:
@@ -144,9 +148,16 @@ def _add_frames(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeSta
     `pixels`: yields (1, 3, frames, height, width) each. Returns the state, or the error of decoding.
     """
     try:
-        state.unencoded.append(Pixels(next(pixels)[0]))
+        if state.piece is None:
+            state.piece = next(pixels)[0]
+        state.unencoded.append(Pixels(state.piece))
+    except StopIteration:
+        assert state.error, "a request has a piece for each step"
+        return state.error
     except Exception as error:  # the rest of the batch continues
+        state.error = error
         return error
+    state.piece = None
     state.done += 1
     return state
 
