@@ -239,6 +239,32 @@ def test_rank_that_encodes_no_files_keeps_no_frames() -> None:
     assert not state.unencoded
 
 
+@pytest.mark.parametrize("decoder", [Same, Frames])
+def test_step_that_runs_out_of_memory_loses_no_frame_when_it_is_repeated(
+    decoder: type[Same], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its pixels were decoded; a second attempt has them all."""
+    left = [MemoryError("full")]
+
+    class Full(Pixels):
+        def __init__(self, video: Tensor) -> None:
+            if left:
+                raise left.pop()
+            super().__init__(video)
+
+    task = StageInput(PARAMS, {"latents": torch.rand(1, 3, 3, 8, 8) * 2 - 1})
+    (expected,) = VaeDecode(decoder()).run([task])
+    monkeypatch.setattr(vae_decode, "Pixels", Full)
+    stage = VaeDecode(decoder())
+    state = stage.start(task)
+    with pytest.raises(MemoryError):
+        stage.step([state])
+    while len({*stage.progress(state)}) > 1:
+        assert stage.step([state]) == [state]
+        stage.advance(state, state)
+    assert stage.finish(state) == expected
+
+
 def test_causal_decoders_are_recognized_by_protocol() -> None:
     assert isinstance(Frames(), CausalDecoder)
     assert not isinstance(Same(), CausalDecoder)
