@@ -19,6 +19,7 @@ from tools.tiny_vision import make_vision_model
 from unfuse.core.errors import ConfigError
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import declared
+from unfuse.parallel.devices import set_current
 from unfuse.stages.base import StageInput, next_states
 from unfuse.weights.offload import offload_model
 
@@ -147,6 +148,20 @@ def test_weights_are_pinned_in_one_buffer_and_shared_ones_once(offload: str) -> 
         assert not gpus.memory.registered
     with torch.no_grad():
         assert torch.equal(found, plain(torch.arange(6)[None]).last_hidden_state)
+
+
+def test_sequential_offload_copies_on_a_stream_of_its_own_device() -> None:
+    """As a worker does, which makes its device the current one before it loads."""
+    with PretendedGpus() as gpus:
+        set_current(GPU)
+        model = offload_model(encoder(), torch.device(GPU), "sequential")
+        with torch.no_grad():
+            model(torch.arange(6, device=GPU)[None])
+        streams = {call.name for call in gpus.records.calls if call.name.startswith("Stream(")}
+        assert streams == {f"Stream({GPU})"}
+        assert not any(call.name == "copy cpu to cuda" for call in gpus.records.calls), (
+            "all copies are of pinned memory"
+        )
 
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])

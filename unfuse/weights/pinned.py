@@ -48,14 +48,14 @@ def pin_weights(model: torch.nn.Module, device: torch.device) -> bool:
 
     if device.type != "cuda":
         return memory.is_pinned()
-    if not register(memory, device, name):
+    if not register_memory(memory, device, name):
         return False
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     weakref.finalize(model, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return True
 
 
-def register(memory: torch.Tensor, device: torch.device, name: str) -> bool:
+def register_memory(memory: torch.Tensor, device: torch.device, name: str) -> bool:
     """Pin a buffer where it is, by the driver of CUDA or ROCm.
 
     Returns whether it is pinned. If the driver refuses, the buffer stays pageable, and a warning has the reason.

@@ -134,9 +134,9 @@ def map_from(model: torch.nn.Module, file: Path) -> None:
         weights[name].data = memory[start:end].view(weights[name].dtype).view(weights[name].shape)
 
     if torch.cuda.is_available():
-        from unfuse.weights.pinned import register
+        from unfuse.weights.pinned import register_memory
 
-        register(memory, torch.device("cuda"), type(model).__name__)
+        register_memory(memory, torch.device("cuda"), type(model).__name__)
 
 
 class MappedTensors:
