@@ -12,6 +12,7 @@ import queue
 import socket
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.compute_options import worker_parallelism
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import StageSpec
+from unfuse.core.plan import StageSelector, StageSpec
 from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage
@@ -216,7 +217,8 @@ def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Co
     differing = next((rank for rank, data in enumerate(encoded) if data != encoded[0]), None)
     if differing is None:
         return
-    first, other = (dict(decode(encoded[rank], AGREED)[0]) for rank in (0, differing))
+    first: dict[str, str] = dict(decode(encoded[0], AGREED)[0])
+    other: dict[str, str] = dict(decode(encoded[differing], AGREED)[0])
     names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
     differences = [f"{name} is {other.get(name, 'missing')!r}, not {first.get(name, 'missing')!r}" for name in names]
     advice = ": ranks need GPUs of one model, so name such GPUs by --device or --place" if "device" in names else ""
@@ -257,6 +259,24 @@ def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, Mod
     return wanted
 
 
+def _libraries_of(models: Iterable[tuple[str, Path, str]], choice: StageSelector) -> set[str]:
+    """Return the libraries of the chosen stages of all models: (name, folder, dtypes).
+
+    Those of models that are not loaded now are among them: pool names must survive a model swap.
+    """
+    libraries = set[str]()
+    for name, folder, dtype in models:
+        family = find(folder)
+        libraries |= {"torch", *family.libraries} if family.torch else set()
+        configs = list[object]()
+        with suppress(ConfigError):  # a model whose files were damaged is left out, as when stages are selected
+            stages = read_model_spec(name, folder, dtype).pipeline.stages
+            components = [component for stage in stages if choice.selects(stage) for component in stage.components]
+            configs += map(open_files(folder).quantization, components)
+        libraries |= library(configs)
+    return libraries
+
+
 def _load_stages(
     load: messages.LoadModels, channel: messages.ComputeChannel, group: Group | None
 ) -> tuple[str, dict[str, str], dict[str, Stage], set[str]]:
@@ -272,11 +292,7 @@ def _load_stages(
     )
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
 
-    # All models' libraries enter the numerics, also of those not loaded now: pool names must survive a model swap.
-    families = [find(folder) for _, folder, _ in models]
-    libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
-    component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
-    libraries |= library(open_files(folder).quantization(name) for folder, name in component_folders)
+    libraries = _libraries_of(models, load.choice)
     device = _device(load, bool(libraries))
     numerics, spreads = (
         numerics_of(load, device, libraries),

@@ -24,8 +24,10 @@ class RankExchange(Protocol):
     #: Number of this rank.
     rank: int
 
-    #: Seconds that this rank has waited for others.
-    waited_s: float
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for others."""
+        ...
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Send this rank's bytes to all ranks. Returns those of each, in rank order."""
