@@ -124,12 +124,15 @@ class _Pair:
     def move(self, data: torch.Tensor) -> None:
         """Send these bytes, or receive into them: uint8 (bytes,)."""
         set_current(self._device)  # each call of a pair has a thread of its own
-        buffer = data.to(self._device)
+        on_host = self._device.type == "cpu"
         if self._is_sender:
+            buffer = data.to(self._device)
             self._group.send([buffer], RECEIVER, 0).wait()
         else:
+            buffer = data if on_host else torch.empty_like(data, device=self._device)
             self._group.recv([buffer], SENDER, 0).wait()
-        # `wait` returns before an NCCL transfer is done on the GPU.
-        if buffer is not data:
-            torch.accelerator.synchronize(self._device)
+        if on_host:
+            return
+        torch.accelerator.synchronize(self._device)  # `wait` returns before an NCCL transfer is done on the GPU
+        if not self._is_sender:
             data.copy_(buffer)

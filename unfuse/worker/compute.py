@@ -12,6 +12,7 @@ import queue
 import socket
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +32,7 @@ from unfuse.core.compute_options import Batching, worker_parallelism
 from unfuse.core.errors import ConfigError, DeviceUnusable, PermanentError, UnfuseError
 from unfuse.core.messages import DeviceId
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import StageSpec
+from unfuse.core.plan import StageSelector, StageSpec
 from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage
@@ -309,6 +310,24 @@ def _stages_to_load(load: messages.LoadModels) -> dict[str, tuple[StageSpec, Mod
     return wanted
 
 
+def _libraries_of(models: Iterable[tuple[str, Path, str]], choice: StageSelector) -> set[str]:
+    """Return the libraries of the chosen stages of all models: (name, folder, dtypes).
+
+    Those of models that are not loaded now are among them: pool names must survive a model swap.
+    """
+    libraries = set[str]()
+    for name, folder, dtype in models:
+        family = find(folder)
+        libraries |= {"torch", *family.libraries} if family.torch else set()
+        configs = list[object]()
+        with suppress(ConfigError):  # a model whose files were damaged is left out, as when stages are selected
+            stages = read_model_spec(name, folder, dtype).pipeline.stages
+            components = [component for stage in stages if choice.selects(stage) for component in stage.components]
+            configs += map(open_files(folder).quantization, components)
+        libraries |= library(configs)
+    return libraries
+
+
 def _load_stages(
     load: messages.LoadModels, channel: messages.ComputeChannel, group: Group | None
 ) -> tuple[str, dict[str, str], dict[str, Stage], set[str]]:
@@ -324,11 +343,7 @@ def _load_stages(
     )
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
 
-    # All models' libraries enter the numerics, also of those not loaded now: pool names must survive a model swap.
-    families = [find(folder) for _, folder, _ in models]
-    libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
-    component_folders = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
-    libraries |= library(open_files(folder).quantization(name) for folder, name in component_folders)
+    libraries = _libraries_of(models, load.choice)
     with explain_out_of_memory(
         lambda: "the device context", load.compute.device, partial(free_bytes, load.compute.device)
     ):
