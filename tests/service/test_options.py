@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import fields
 from structlog.testing import capture_logs
 
 from tools.server import environment, unfuse
 from unfuse.core.codec import decode, encode
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import StorageLocations
 from unfuse.edge.keys import ApiKey
@@ -103,7 +105,7 @@ def test_worker_of_several_roles_has_the_smallest_number_of_slots(given: tuple[s
     assert [spec.flags["slots"] for spec in worker_specs(plan_service(chosen), chosen.settings, {}, {})] == [slots]
 
 
-@pytest.mark.parametrize("name", ["exact_only", "tf32"])
+@pytest.mark.parametrize("name", [field.name for field in fields(ComputeOptions) if field.default is False])
 def test_options_without_a_value_reach_workers_as_variables(name: str) -> None:
     """A flag like --exact-only takes no value, so a worker would refuse one."""
     chosen = serve_options(load({"serve.workers": "all=1", f"compute.{name}": True}, None, {}))

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
-from unfuse.core.compute_options import parse_parallel
+from unfuse.core.compute_options import ComputeOptions, parse_parallel
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import StorageLocations
+from unfuse.core.messages import Registered, StorageLocations
 from unfuse.core.modalities import OutputSize
 from unfuse.core.plan import Pipeline, StageSelector, roles_of
 from unfuse.stores.results import ID_FILE, store_id
-from unfuse.worker.registration import choose_ranks, pools_of, require_listed_stores, require_result_store
+from unfuse.worker.registration import (
+    choose_ranks,
+    decide_served,
+    pools_of,
+    require_listed_stores,
+    require_result_store,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +55,16 @@ def test_missing_resource_error_names_the_resources_flag() -> None:
     assert pools_of([card], StageSelector(roles_of("encoder"))) == (ENCODE,)
     with pytest.raises(ConfigError, match="stage denoise needs the resource kv, .*: start it with --resources kv=N"):
         pools_of([card], StageSelector())
+
+
+def test_worker_without_exact_only_is_rejected_by_a_server_that_has_it() -> None:
+    registered = Registered((), StorageLocations(""), 1.0, 1.0, exact_only=True)
+    options: Any = SimpleNamespace(compute=ComputeOptions(), trusted_keys=None, models=())
+    with pytest.raises(ConfigError, match="start this worker with --exact-only"):
+        decide_served(registered, options, StageSelector())
+    options.compute = ComputeOptions(exact_only=True)
+    with pytest.raises(ConfigError, match="the scheduler serves no model yet"):
+        decide_served(registered, options, StageSelector())
 
 
 def test_role_that_needs_an_unreachable_result_store_is_rejected(tmp_path: Path) -> None:
