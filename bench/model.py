@@ -36,7 +36,7 @@ class Model:
         loras: str = "",
     ) -> None:
         options, family = options or ComputeOptions(), find(folder)
-        set_kernel_flags(device, tf32=options.tf32)
+        set_kernel_flags(device, options.fp32_precision)
         self.card = family.model_spec("bench", folder, options.dtype)
         self.runtime = RuntimeOptions(device, self.card.dtypes, options, loras)
         self.specs = {spec.name: spec for spec in self.card.pipeline.stages if not spec.only_with}

@@ -35,7 +35,7 @@ def defaults() -> Iterator[None]:
 
 
 def test_float32_is_float32_on_cuda_and_kernels_are_not_chosen_by_timings() -> None:
-    assert set_kernel_flags("cuda:1", tf32=False) == FLAGS
+    assert set_kernel_flags("cuda:1", "ieee") == FLAGS
     assert not (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
     assert not torch.backends.cudnn.benchmark and torch.backends.cudnn.deterministic
     assert all(getattr(torch.backends.cuda, f"{backend}_sdp_enabled")() for backend in SDPA_BACKENDS)
@@ -43,14 +43,14 @@ def test_float32_is_float32_on_cuda_and_kernels_are_not_chosen_by_timings() -> N
 
 
 def test_setting_allows_tf32_and_makes_other_numerics() -> None:
-    assert set_kernel_flags("cuda", tf32=True) == {**FLAGS, "tf32": "matmul+cudnn"}
+    assert set_kernel_flags("cuda", "tf32") == {**FLAGS, "tf32": "matmul+cudnn"}
     assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("device", ["cpu", "xpu:0", "mps"])
 def test_other_devices_have_no_flags_in_their_numerics(device: str) -> None:
     before = kernel_flags()
-    assert set_kernel_flags(device, tf32=False) == {}
+    assert set_kernel_flags(device, "ieee") == {}
     assert kernel_flags() == before
 
 
@@ -89,10 +89,10 @@ def test_flags_are_set_before_a_stage_is_loaded_and_are_part_of_the_numerics(mon
     numerics, flags = flags_at_the_first_load(monkeypatch, "cuda:0")
     assert flags == FLAGS
     assert flags.items() <= numerics.items()
-    numerics, _ = flags_at_the_first_load(monkeypatch, "cuda:0", tf32=True)
+    numerics, _ = flags_at_the_first_load(monkeypatch, "cuda:0", fp32_precision="tf32")
     assert numerics["tf32"] == "matmul+cudnn"
 
 
 def test_numerics_of_a_cpu_have_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    numerics, _ = flags_at_the_first_load(monkeypatch, "cpu", tf32=True)
+    numerics, _ = flags_at_the_first_load(monkeypatch, "cpu", fp32_precision="tf32")
     assert numerics.keys().isdisjoint(FLAGS)

@@ -294,6 +294,7 @@ def _degree_options(size: int) -> Iterator[Mapping[str, int]]:
 
 
 Batching = Literal["auto", "exact", "batched"]
+Fp32Precision = Literal["ieee", "tf32"]
 Loop = Literal["normal", "overlapped"]
 MaxLoadedModels = Literal["1", "all"]
 
@@ -413,14 +414,14 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "whole"
 
-    tf32: Annotated[
-        bool,
+    fp32_precision: Annotated[
+        Fp32Precision,
         Meta(
-            description="Lets products and convolutions of float32 weights on a CUDA device round their inputs to TF32 "
-            "(10 bits), which is faster. Without it float32 is float32. On other devices it changes nothing.",
+            description="How products and convolutions of float32 weights compute on a CUDA device. ieee: in float32. "
+            "tf32: their inputs are rounded to TF32 (10 bits), which is faster. Other devices always use float32.",
             extra={"level": "expert"},
         ),
-    ] = False
+    ] = "ieee"
 
     @property
     def numerics(self) -> dict[str, str]:

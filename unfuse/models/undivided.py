@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from unfuse.core.compute_options import Fp32Precision
 from unfuse.core.pixels import read_rgb
 from unfuse.core.plan import Params
 from unfuse.models.undivided_family import casting
@@ -37,8 +38,8 @@ class Undivided(msgspec.Struct, frozen=True):
     dtypes: dict[str, str]
     #: The path of the start image of all requests, for models with image input; "" for none.
     image: str = ""
-    #: Whether float32 may be rounded to TF32 on a CUDA device, as in workers.
-    tf32: bool = False
+    #: How float32 is computed on a CUDA device, as in workers.
+    fp32_precision: Fp32Precision = "ieee"
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def _load(model: Undivided) -> Any:
 
     disable_progress_bar()
     transformers_quiet()
-    set_kernel_flags(model.device, tf32=model.tf32)
+    set_kernel_flags(model.device, model.fp32_precision)
     dtypes = {name: getattr(torch, dtype) for name, dtype in model.dtypes.items()}
     pipeline = DiffusionPipeline.from_pretrained(model.folder, dtype={**dtypes, "default": torch.float32})
     pipeline.set_progress_bar_config(disable=True)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from unfuse.core.compute_options import Fp32Precision
+
 #: The kernels of scaled_dot_product_attention, by the names of torch's flags.
 SDPA_BACKENDS = ("cudnn", "flash", "math", "mem_efficient")
 
 
-def set_kernel_flags(device: str, *, tf32: bool) -> dict[str, str]:
+def set_kernel_flags(device: str, precision: Fp32Precision) -> dict[str, str]:
     """Set torch's flags for a CUDA device, and return them as numerics.
 
     Other devices keep torch's defaults, and have no such numerics. Call this before anything is computed.
 
-    `tf32`: whether products and convolutions of float32 may round their inputs to TF32.
+    `precision`: whether products and convolutions of float32 round their inputs to TF32.
     """
     if torch.device(device).type != "cuda":
         return {}
 
     # All versions of torch have these two. They also set `fp32_precision`, which replaces them from 2.9 on; but a
     # library that reads one of these two fails if only `fp32_precision` was set.
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
     # With the benchmark, timings choose the algorithm, so that a second run may round differently.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True

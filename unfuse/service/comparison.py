@@ -80,7 +80,9 @@ class UndividedPipeline:
         #: The number of threads with which requests are fastest; 0 until it is measured.
         self._best_threads = 0
 
-        self._options = Undivided(str(model.folder), device, dtypes, str(image or ""), plan.worker_plan.compute.tf32)
+        self._options = Undivided(
+            str(model.folder), device, dtypes, str(image or ""), plan.worker_plan.compute.fp32_precision
+        )
         self._output = OutputPump(on_line)
         stderr = self._output.pipe(0)
         self._process = subprocess.Popen(

@@ -102,7 +102,7 @@ def compare(comparison: BatchComparison) -> Iterator[ComparedBatch]:
     from unfuse.parallel.kernel_flags import set_kernel_flags
 
     torch.set_num_threads(comparison.compute.threads)
-    set_kernel_flags(comparison.device, tf32=comparison.compute.tf32)
+    set_kernel_flags(comparison.device, comparison.compute.fp32_precision)
     folder = Path(comparison.folder)
     family, spec = find(folder), read_model_spec("compared", folder, comparison.dtype)
     runtime = RuntimeOptions(comparison.device, spec.dtypes, comparison.compute)
@@ -113,8 +113,8 @@ def compare(comparison: BatchComparison) -> Iterator[ComparedBatch]:
     for stage_spec in (stage_spec for stage_spec in spec.pipeline.stages if not stage_spec.only_with):
         stage = family.load(stage_spec, folder, runtime)
         tasks = [
-            StageInput(params, {name: made[name] for name in stage_spec.inputs if name in made}, uploads)
-            for params, made in zip(requests, tensors, strict=True)
+            StageInput(params, {name: earlier[name] for name in stage_spec.inputs if name in earlier}, uploads)
+            for params, earlier in zip(requests, tensors, strict=True)
         ]
         for task in tasks:
             stage.verify(task)

@@ -370,7 +370,7 @@ def _set_kernel_flags(load: messages.LoadModels, device: str) -> dict[str, str]:
     """Set the flags by which torch chooses kernels, and return them as numerics."""
     from unfuse.parallel.kernel_flags import set_kernel_flags
 
-    return set_kernel_flags(device, tf32=load.compute.tf32)
+    return set_kernel_flags(device, load.compute.fp32_precision)
 
 
 def numerics_of(load: messages.LoadModels, device: str, libraries: Collection[str]) -> dict[str, str]:
