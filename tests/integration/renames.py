@@ -32,6 +32,9 @@ class Renames(NamedTuple):
 HALVES = "what was the default happens always"
 MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees.py"
 COUNTED = "one plan says how many workers there are of each role: --workers encoder=1,denoiser=2,decoder=1"
+SETTLED = "a pool stops to compare batches after three differences"
+FLOAT32 = "float32 is computed in float32 on CUDA devices, unless this allows TF32"
+BATCHES = "compares batches with requests alone, in place of a search in the worker"
 HELP = "expert settings are in this help only"
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 TOKENS = (
@@ -219,10 +222,10 @@ RENAMES = Renames(
         },
     },
     added={
-        "fields": {},
-        "metrics": {},
+        "fields": {"mode": SETTLED},
+        "metrics": {"unfuse_pool_not_batch_invariant": SETTLED},
         "labels": {},
-        "settings": {},
-        "flags": {"--max-loaded-models": LOADED, "--help-all": HELP},
+        "settings": {"UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32},
+        "flags": {"--max-loaded-models": LOADED, "--help-all": HELP, "--fp32-precision": FLOAT32, "--batches": BATCHES},
     },
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.stages.base import Stage, StageInput
 from unfuse.stages.bitwise import first_difference
 from unfuse.stages.variant_functions import variant_function
@@ -121,3 +122,21 @@ def test_non_exact_batch_difference_is_attributed_to_a_torch_function(
     monkeypatch.setattr(denoise, "exact", False)
     _, blame = compared(denoise, tasks)
     assert {found.rpartition(".")[2] for found in blame.values()} & {"silu", "gelu", "linear", "sin", "cos"}, blame
+
+
+@pytest.mark.parametrize("kind", [c.SHAPES, "sdxl"])
+def test_exact_denoise_stage_that_falls_back_computes_as_a_batched_one(
+    kind: str, undivided: c.Undivided, stages: c.Load
+) -> None:
+    """Its halves of guidance share a forward then, as in a stage that was batched from the start."""
+    folder, params = undivided.folder(kind), mixed(kind, 3)
+    batched = stages(folder, "float32", ComputeOptions(batching="batched"))
+    tasks = [StageInput(given, c.encode(batched, given, {})) for given in params]
+    falling, reference = stages(folder, "float32")["denoise"], batched["denoise"]
+    assert falling.exact and not reference.exact
+
+    states = [falling.start(task) for task in tasks]
+    falling.use_batched()
+    assert not (falling.exact or falling.differs_alone)
+    assert first_difference(falling.step(states), reference.step([reference.start(task) for task in tasks])) is None
+    assert first_difference([falling.step_alone(states[0])], reference.step([reference.start(tasks[0])])) is None

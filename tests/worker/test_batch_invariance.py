@@ -1,12 +1,23 @@
 """What is remembered of batches that were compared: across processes, and whatever lies in the file."""
 
 import json
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from structlog.testing import capture_logs
 
-from unfuse.worker.batch_invariance import DIFFERENT, MAX_ENTRIES, RECHECK_ONE_IN, TRUSTED_AFTER, InvarianceResults
+from unfuse.core.messages import BatchInvarianceStats
+from unfuse.worker.batch_invariance import (
+    DIFFERENT,
+    MAX_ENTRIES,
+    RECHECK_ONE_IN,
+    SETTLED_AFTER,
+    TRUSTED_AFTER,
+    InvarianceResults,
+)
 
 KEY = ("pool", (64, 64), ())
 
@@ -90,3 +101,53 @@ def test_corrupt_invariance_file_is_replaced(tmp_path: Path, garbage: bytes) -> 
 def test_unwritable_folder_does_not_break_invariance_checks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert not trusted(tmp_path / "file" / "e.json").must_compare(KEY, 2)
+
+
+def record_differences(found: InvarianceResults, keys: int, pool: str = "pool", size: int = 2) -> None:
+    for width in range(keys):
+        found.record((pool, (width, 64), ()), size, DIFFERENT)
+
+
+def test_three_keys_with_a_difference_settle_their_pool() -> None:
+    found = InvarianceResults(None)
+    record_differences(found, SETTLED_AFTER - 1)
+    record_differences(found, SETTLED_AFTER - 1, size=4)
+    record_differences(found, SETTLED_AFTER - 1, "other")
+    assert not found.is_settled("pool"), "differences of one key at several sizes count once"
+    record_differences(found, SETTLED_AFTER)
+    assert found.is_settled("pool") and not found.is_settled("other")
+
+
+def test_settled_pool_is_known_after_a_restart_on_the_same_device_only(tmp_path: Path) -> None:
+    record_differences(InvarianceResults(tmp_path / "e.json", "this device"), SETTLED_AFTER)
+    assert InvarianceResults(tmp_path / "e.json", "this device").is_settled("pool")
+    assert not InvarianceResults(tmp_path / "e.json", "this").is_settled("pool")
+    assert not InvarianceResults(tmp_path / "e.json").is_settled("pool")
+
+
+def test_differences_of_several_processes_settle_a_pool_at_the_next_start(tmp_path: Path) -> None:
+    for width in range(SETTLED_AFTER):
+        InvarianceResults(tmp_path / "e.json").record(("pool", (width, 64)), 2, DIFFERENT)
+    assert InvarianceResults(tmp_path / "e.json").is_settled("pool")
+
+
+@pytest.mark.parametrize(
+    ("or_batched", "consequence"),
+    [
+        (False, "each request has a forward of its own"),
+        (True, "requests share forwards, with results equal within a tolerance"),
+    ],
+)
+def test_settled_pool_is_logged_once(or_batched: bool, consequence: str) -> None:
+    found = InvarianceResults(None, or_batched=or_batched)
+    with capture_logs() as records:
+        record_differences(found, SETTLED_AFTER + 2)
+    assert [record["from_now_on"] for record in records if record["event"] == "this pool compares no more batches"] == [
+        consequence
+    ]
+
+
+def test_pool_of_several_workers_has_the_weakest_of_their_modes() -> None:
+    stats = [BatchInvarianceStats(4), BatchInvarianceStats(mode="batched"), BatchInvarianceStats(mode="alone")]
+    assert reduce(or_, stats) == BatchInvarianceStats(4, mode="batched")
+    assert reduce(or_, stats[::2]) == BatchInvarianceStats(4, mode="alone")

@@ -32,7 +32,7 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.worker import step_loop
-from unfuse.worker.batch_invariance import TRUSTED_AFTER, InvarianceResults
+from unfuse.worker.batch_invariance import SETTLED_AFTER, TRUSTED_AFTER, InvarianceResults
 from unfuse.worker.batches import BatchSizes
 from unfuse.worker.compute_messages import CancelTask, FromCompute, RunTask, StepPlan, TaskWaits
 from unfuse.worker.step_loop import StepLoop
@@ -455,6 +455,51 @@ def test_failed_comparison_is_not_retried(tmp_path: Path) -> None:
     leases = [loop.run(tag=tag, steps=5) for tag in (1, 2)]
     assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(5)] for t in (1, 2)]
     assert asked[2] == 1
+
+
+def settled(folder: Path, stage: Shared, *, or_batched: bool) -> Bench:
+    """A loop after comparisons of three exact batch keys, all of which showed a difference."""
+    loop = exact(folder, stage, batch=2)
+    sure = InvarianceResults(folder / "exactness.json", chance=lambda: 1.0, or_batched=or_batched)
+    loop.loop = StepLoop({"count": stage}, loop.store, loop.results, loop.inbox, loop.sent.append, 2, exactness=sure)
+    loop.loop._batches.sizes = Large(2)
+    for exact_key in range(SETTLED_AFTER):
+        for lease in [loop.run(tag=10 * exact_key + tag, steps=1) for tag in (1, 2)]:
+            found(loop, lease)
+    assert len(stage.batches) == 3 * SETTLED_AFTER, "each pair was compared"
+    stage.batches.clear()
+    return loop
+
+
+def mode_of(loop: Bench) -> str:
+    return loop.loop._batches.sharing["count"].mode
+
+
+def test_pool_with_three_differing_keys_computes_each_request_alone(tmp_path: Path) -> None:
+    stage = Shared(sloppy=2)
+    loop = settled(tmp_path, stage, or_batched=False)
+    leases = [loop.run(tag=tag, steps=2) for tag in (41, 42)]
+    assert [found(loop, lease) for lease in leases] == [[41.0, 42.0], [42.0, 43.0]]
+    assert max(map(len, stage.batches)) == 1, "a new key is not compared"
+    assert mode_of(loop) == "alone"
+
+    again = Shared(sloppy=2)
+    loop = exact(tmp_path, again, batch=2)
+    for lease in [loop.run(tag=tag, steps=1) for tag in (51, 52)]:
+        found(loop, lease)
+    assert max(map(len, again.batches)) == 1, "nor in another process, later"
+    assert mode_of(loop) == "alone"
+
+
+def test_pool_with_three_differing_keys_falls_back_to_batched_where_allowed(tmp_path: Path) -> None:
+    stage = Shared(sloppy=2)
+    stage.exact = True
+    loop = settled(tmp_path, stage, or_batched=True)
+    leases = [loop.run(tag=tag, steps=1) for tag in (41, 42, 1, 2)]
+    assert [found(loop, lease) for lease in leases] == [[41.5], [42.5], [1.5], [2.5]]
+    assert stage.batches == [[41, 42], [1, 2]], "also of a key that showed a difference"
+    assert mode_of(loop) == "batched"
+    assert not stage.exact
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: misaligned address"), TimeoutError("rank 1 is gone")])

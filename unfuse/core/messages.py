@@ -84,9 +84,14 @@ class BatchInvarianceStats(msgspec.Struct, frozen=True):
     largest: Count = 1
     #: By batch size that is not used, what a comparison showed: that results differ, or the error of the batch.
     differences: Annotated[dict[int, str], Meta(max_length=256)] = {}
+    #: How requests are computed. compared: they share forwards of sizes for which comparisons found no difference.
+    #: alone or batched: three keys showed a difference, so each has a forward of its own, or results are equal within a
+    #: tolerance.
+    mode: Literal["compared", "alone", "batched"] = "compared"
 
     def __or__(self, other: BatchInvarianceStats) -> BatchInvarianceStats:
-        return BatchInvarianceStats(max(self.largest, other.largest), self.differences | other.differences)
+        weaker = max(self.mode, other.mode, key=("compared", "alone", "batched").index)
+        return BatchInvarianceStats(max(self.largest, other.largest), self.differences | other.differences, weaker)
 
 
 class RankTimes(msgspec.Struct, frozen=True):

@@ -145,7 +145,7 @@ class LanguageFamily(Family):
 
         stage = Prefill(pool) if spec.kind == PREFILL.kind else Decode(pool, tokenizer, grammars, runtime.group)
         stage.resources = dict.fromkeys(spec.provides, pool.tokens)
-        stage.exact = runtime.options.batching == "exact"
+        stage.exact = runtime.options.batching in ("exact", "exact-or-batched")
         return stage
 
     def opened(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> SequencePool:
@@ -313,7 +313,7 @@ class VisionLanguage(LanguageFamily):
         from unfuse.stages.vision_encode import VisionEncode
 
         stage = VisionEncode(Tower(folder, runtime, report))
-        stage.exact = runtime.options.batching == "exact"
+        stage.exact = runtime.options.batching in ("exact", "exact-or-batched")
         return stage
 
     @override

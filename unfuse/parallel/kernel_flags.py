@@ -1,4 +1,4 @@
-"""The flags by which torch chooses kernels on a CUDA device, and so the bytes of results."""
+"""The flags by which torch chooses the kernels of CUDA devices."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from unfuse.core.messages import WorkerInfo
+from unfuse.core.messages import BatchInvarianceStats, WorkerInfo
 from unfuse.core.plan import declared_pool, numerics_of, readable_pool
 from unfuse.core.text import TextStats
 from unfuse.queues.base import PoolStats, RegisteredWorker
@@ -91,6 +91,11 @@ class MetricSpec(NamedTuple):
 def pool_labels(pool: str) -> Labels:
     """Return the values of the labels POOL for a pool."""
     return readable_pool(pool), numerics_of(pool)
+
+
+def _compares_no_more(pool: str, member: RegisteredWorker) -> bool:
+    """Return whether comparisons of a worker's pool have ended because of differences."""
+    return member.info.status.batch_invariance.get(pool, BatchInvarianceStats()).mode != "compared"
 
 
 def _single_sample(value: Callable[[Scrape], float]) -> Callable[[Scrape], Samples]:
@@ -432,6 +437,12 @@ METRICS = (
         "unfuse_worker_idle",
         "Healthy workers without a leased task",
         _of_pools(lambda scrape, pool: sum(member.leased == 0 for member in scrape.members[pool])),
+        *POOL,
+    ),
+    _gauge(
+        "unfuse_pool_not_batch_invariant",
+        "Whether three keys of an exact pool showed that batches change bytes, so that it compares no more, 0 or 1",
+        _of_pools(lambda scrape, pool: any(map(partial(_compares_no_more, pool), scrape.members[pool]))),
         *POOL,
     ),
     _gauge(

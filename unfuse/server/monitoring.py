@@ -208,7 +208,8 @@ async def pools(gateway: GatewayDep) -> dict[str, object]:
     `leased` counts all tasks of the pool's workers, including those of their other pools. `oldest_s` is the longest
     wait of the first few tasks in the queue. `batch_invariance` has `largest`, the largest batch
     that changed no byte of any result, and `differences`, by batch size why it is not used: the results of a comparison
-    differed, or its batch failed.
+    differed, or its batch failed. Its `mode` is `compared` until three keys showed a difference, and then `alone` or
+    `batched`.
     """
     registry = gateway.scheduler.registry
     members = await registry.workers()

@@ -198,7 +198,7 @@ POOL = object_of(
         "oldest_s": SECONDS,
         "state": TEXT,
         "reason": nullable(TEXT),
-        "batch_invariance": object_of({"largest": INTEGER, "differences": map_of(TEXT)}),
+        "batch_invariance": object_of({"largest": INTEGER, "differences": map_of(TEXT), "mode": TEXT}),
     }
 )
 PICTURES = object_of(

@@ -223,6 +223,10 @@ class Stage(ABC):
         Leaves no state behind.
         """
 
+    def use_batched(self) -> None:
+        """Compute as in a batched pool from the next step on, without batch invariance."""
+        self.exact = self.differs_alone = False
+
     def receive(self, derived: DerivedFacts, priority: int, names: Collection[str]) -> StreamedInput | None:
         """Return a receiver for an input in chunks, before its task starts.
 

@@ -240,10 +240,20 @@ class Denoise(SteppedStage[DenoiseState]):
 
         self.exact = options.batching != "batched"
         self._cfg_axis = mesh.axis("cfg") if mesh is not None and "cfg" in mesh.degrees else None
-        self._paired = self.exact and bool(denoiser.first)
+        self._place_halves()
+        self._noise_device = denoiser.device if options.noise_device != "cpu" else torch.device("cpu")
+
+    def _place_halves(self) -> None:
+        """Decide which halves of guidance share a forward."""
+        self._paired = self.exact and bool(self._denoiser.first)
         self._fused = (self._paired or not self.exact) and self._cfg_axis is None
         self.differs_alone = self.exact and self._cfg_axis is None and not self._paired
-        self._noise_device = denoiser.device if options.noise_device != "cpu" else torch.device("cpu")
+
+    def use_batched(self) -> None:
+        """Compute as in a batched pool, with both halves of guidance in one forward."""
+        if self.exact:
+            self.exact = False
+            self._place_halves()
 
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless the task has seed, steps, sizes and the tensors that guidance needs."""

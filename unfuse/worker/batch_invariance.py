@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import structlog
@@ -17,8 +19,20 @@ log = structlog.get_logger(__name__)
 #: Number of comparisons without a difference after which a batch size is trusted and no longer compared each time.
 TRUSTED_AFTER = 3
 
+#: Number of keys with a difference after which a pool shares no forwards exactly, and compares no more.
+SETTLED_AFTER = 3
+
 #: One of this many batches of a trusted size is compared again: a difference may be rare.
 RECHECK_ONE_IN = 512
+
+#: How a pool computes that is settled: each request alone, or as in a batched pool.
+SettledMode = Literal["alone", "batched"]
+
+#: What these modes mean, for the log.
+SETTLED_MODES: Mapping[SettledMode, str] = {
+    "alone": "each request has a forward of its own",
+    "batched": "requests share forwards, with results equal within a tolerance",
+}
 
 #: The difference of a batch whose results do not equal those of its requests alone.
 DIFFERENT = "results differ"
@@ -58,13 +72,31 @@ class InvarianceResults:
     A key begins with a pool, followed by the properties that tasks of one batch have in common. Results are valid for
     one `scope`: the device, versions and settings under which they were found. Without a `file`, they end with the
     process. A file that cannot be read or written only costs comparisons. `chance` returns a random number from 0 to 1.
+
+    A pool is settled once SETTLED_AFTER of its keys showed a difference. `or_batched`: requests of a settled pool share
+    forwards as in a batched pool. Otherwise each has a forward of its own.
     """
 
-    def __init__(self, file: Path | None, scope: str = "", chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        file: Path | None,
+        scope: str = "",
+        chance: Callable[[], float] = random.random,
+        *,
+        or_batched: bool = False,
+    ) -> None:
         self._file = file
         self._scope = scope
         self._chance = chance
         self._verdicts = self._read()
+
+        #: How requests of a settled pool are computed.
+        self.settled_mode: SettledMode = "batched" if or_batched else "alone"
+
+        self._different_keys: defaultdict[str, set[str]] = defaultdict(set)
+        for name, result in self._verdicts.items():
+            if result.difference and name.startswith(f"{scope} (".strip()):
+                self._different_keys[result.pool].add(name.rpartition(" ")[0])
 
     def all(self) -> Sequence[InvarianceResult]:
         """Return every result, of any scope."""
@@ -73,6 +105,10 @@ class InvarianceResults:
     def find(self, key: Key, size: int) -> InvarianceResult:
         """Return the result for batches of this size; NOT_COMPARED without one."""
         return self._verdicts.get(self._name(key, size), NOT_COMPARED)
+
+    def is_settled(self, pool: str) -> bool:
+        """Whether so many keys of this pool showed a difference that it compares no more."""
+        return len(self._different_keys[pool]) >= SETTLED_AFTER
 
     def must_compare(self, key: Key, size: int) -> bool:
         """Whether the next batch of this size should be computed both ways.
@@ -105,10 +141,23 @@ class InvarianceResults:
         if difference:
             fields = {"pool": readable_pool(str(key[0])), "key": str(key[1:]), "size": size}
             log.warning("a batch of this size changes the results of its requests", **fields, because_of=difference)
+            self._count_difference(str(key[0]), self._name(key, size))
 
         # Only a change of trust is written, because each write replaces the whole file.
         if after.is_trusted != before.is_trusted or difference:
             self._write(self._name(key, size), after)
+
+    def _count_difference(self, pool: str, name: str) -> None:
+        """Count a key with a difference, and log if it settles the pool."""
+        was_settled = self.is_settled(pool)
+        self._different_keys[pool].add(name.rpartition(" ")[0])
+        if self.is_settled(pool) and not was_settled:
+            log.warning(
+                "this pool compares no more batches",
+                pool=readable_pool(pool),
+                keys_with_a_difference=SETTLED_AFTER,
+                from_now_on=SETTLED_MODES[self.settled_mode],
+            )
 
     def _name(self, key: Key, size: int) -> str:
         return f"{self._scope} {key!r} {size}".strip()

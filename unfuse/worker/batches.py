@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from unfuse.core.compute_options import DEFAULT_MAX_BATCH
 from unfuse.core.messages import BatchInvarianceStats
@@ -153,6 +153,12 @@ class BatchSizes:
         sizes_of_key = self._of(key)
         sizes_of_key.most = max(1, min(sizes_of_key.most, size // 2))
 
+    def forget(self, pool: str) -> None:
+        """Drop what was measured of this pool's keys, and the limits of their sizes."""
+        self._keys = {
+            key: entry for key, entry in self._keys.items() if not (isinstance(key, tuple) and key[0] == pool)
+        }
+
     def _of(self, key: Hashable, max_batch: int = 0) -> _Key:
         # The entry moves to the end, so that the least recently used one is dropped.
         entry = self._keys.pop(key, None) or _Key(max_batch or self._max_batch)
@@ -215,6 +221,9 @@ class Batches:
         if self._exactness is None:
             return compatible[: self.sizes.size(first.key, len(compatible))], "together"
 
+        if self._exactness.is_settled(first.lease.task.planned.pool) and first.key[-1] is not None:
+            return self._pick_settled(first, compatible, self._exactness.settled_mode)
+
         exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(compatible).bit_length() - 1))
         best = 0 if exact_key is None else self._exactness.largest(first.key, size)
         if best < size and exact_key is not None:
@@ -230,6 +239,16 @@ class Batches:
         self._record_sharing(first, BatchInvarianceStats(best))
         return compatible[:best], "together"
 
+    def _pick_settled(
+        self, first: Job, compatible: list[Job], mode: Literal["alone", "batched"]
+    ) -> tuple[list[Job], BatchMode]:
+        """Return the next batch of a settled pool, and how to compute it."""
+        pool = first.lease.task.planned.pool
+        if self.sharing.get(pool, BatchInvarianceStats()).mode != mode:
+            self._record_sharing(first, BatchInvarianceStats(mode=mode))
+            self.sizes.forget(pool)  # differences have limited the sizes of some keys
+        return (compatible[: self.sizes.size(first.key, len(compatible))] if mode == "batched" else [first]), mode
+
     def compute(self, batch: list[Job], mode: BatchMode) -> list[tuple[Job, Any]]:
         """Compute a step of a batch.
 
@@ -239,17 +258,20 @@ class Batches:
         stage = batch[0].stage
         key = batch[0].key
         states = [job.state for job in batch]
-        size = len(batch) if mode == "together" else 1
+        shares_forward = mode in ("together", "batched")
+        size = len(batch) if shares_forward else 1
         follows_another = (key, size) != self._measured
         self._measured = key, size
         if follows_another:
             self._synchronize()
         began = time.monotonic()
         exchange_s = self._ranks.exchange_s
+        if mode == "batched":
+            stage.use_batched()
         try:
             results = (
                 self._step(stage.step, states)
-                if mode == "together"
+                if shares_forward
                 else [self._step(stage.step_alone, state) for state in states]
             )
             if follows_another:

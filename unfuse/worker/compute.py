@@ -26,7 +26,7 @@ from unfuse.arena.client import ArenaClient
 from unfuse.arena.protocol import peer_of
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute_device import ComputeDevice
-from unfuse.core.compute_options import worker_parallelism
+from unfuse.core.compute_options import Batching, worker_parallelism
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSpec
@@ -106,9 +106,7 @@ def compute(descriptor: int) -> None:
     inbox = queue.SimpleQueue[messages.ForLoop]()
     Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
-        if load.compute.batching == "auto":
-            is_exact = any(not find(resolve_source(source)).batches for _, source, _ in load.models)
-            load = replace(load, compute=replace(load.compute, batching="exact" if is_exact else "batched"))
+        load = replace(load, compute=replace(load.compute, batching=_batching(load)))
         group = _join_group(load)
         device, numerics, stages, plain = _load_stages(load, channel, group)
     except (UnfuseError, OSError, ValueError) as error:
@@ -151,6 +149,19 @@ def compute(descriptor: int) -> None:
     ).run()
 
 
+def _batching(load: messages.LoadModels) -> Batching:
+    """Return the batching of this worker.
+
+    Families that are batched by default have no exact batches, so `exact-or-batched` is `batched` for them alone.
+    """
+    batching = load.compute.batching
+    if batching in ("exact", "batched"):
+        return batching
+    if all(find(resolve_source(source)).batches for _, source, _ in load.models):
+        return "batched"
+    return "exact" if batching == "auto" else batching
+
+
 def compute_device(name: str) -> ComputeDevice:
     """Return the device of that name, as the step loop uses it."""
     if name.startswith("cpu"):
@@ -165,12 +176,13 @@ def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) 
 
     Their scope has the numerics and the processor's name, since libraries choose kernels by it.
     """
-    if load.compute.batching != "exact":
+    if load.compute.batching == "batched":
         return None
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     processor = next((line for line in lines if line.startswith("model name")), "")
     scope = xxhash.xxh3_64_hexdigest(encode((sorted(numerics.items()), processor)))
-    return InvarianceResults(Path(load.data_dir, messages.EXACTNESS) if load.data_dir else None, scope)
+    file = Path(load.data_dir, messages.EXACTNESS) if load.data_dir else None
+    return InvarianceResults(file, scope, or_batched=load.compute.batching == "exact-or-batched")
 
 
 def _listen(

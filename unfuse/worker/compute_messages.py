@@ -38,8 +38,11 @@ from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
 from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
 
-BatchMode = Literal["together", "alone", "compared"]
-"""How a batch is computed: in one forward, each task alone, or both ways to compare the results."""
+BatchMode = Literal["together", "alone", "compared", "batched"]
+"""How a batch is computed: in one forward, each task alone, or both ways to compare the results.
+
+batched: in one forward, and the stage does not aim at batch invariance any more.
+"""
 
 #: The file in the data folder with the batch invariance results.
 EXACTNESS = "exactness.json"
