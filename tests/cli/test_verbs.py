@@ -476,15 +476,16 @@ def test_doctor_shows_recorded_batch_invariance_results(
 ) -> None:
     monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path))
     arguments = "unfuse/shapes", "--device", "cpu"
-    assert "EXACT TO" not in unfuse("doctor", *arguments)[1]
+    assert "not compared yet" in unfuse("doctor", *arguments)[1]
     (pool,) = {
         one for one in find(SHAPES).model_spec("unfuse/shapes", SHAPES).pools().values() if one.startswith("denoise")
     }
-    InvarianceResults(tmp_path / "exactness.json").record((pool, (64, 64)), 4, "torch.silu")
-    name = readable_pool(pool)
-    assert re.search(rf"{name} +1 +4 +torch.silu\n", unfuse("doctor", *arguments)[1])
-    (row,) = json.loads(unfuse("doctor", *arguments, "--json")[1])["batches"]
-    assert row == {"pool": name, "exact_to": 1, "not_from": 4, "because_of": "torch.silu"}
+    InvarianceResults(tmp_path / "exactness.json").record((pool, (64, 64)), 4, "results differ", 0.2, 0.1)
+    name, batching = readable_pool(pool), "one request per forward: batches change bytes here"
+    assert re.search(rf"{name} +{batching} +4 +0.5\n", unfuse("doctor", *arguments)[1])
+    (row,) = [row for row in json.loads(unfuse("doctor", *arguments, "--json")[1])["batches"] if row["pool"] == name]
+    figures = {"exact_to": 1, "not_from": 4, "because_of": "results differ", "time": 0.5}
+    assert row == {"pool": name, "batching": batching, **figures}
 
 
 def test_doctor_reports_memory_saved_by_shared_components(unfuse: Run, tmp_path: Path) -> None:

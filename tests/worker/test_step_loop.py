@@ -404,6 +404,8 @@ def test_invariance_comparisons_are_not_charged_to_tasks(tmp_path: Path, monkeyp
     shares = [share_of(loop, lease) for lease in leases]
     assert stage.seconds == 3.0, "each alone, and both together to compare"
     assert shares == [pytest.approx(1.0, abs=0.4)] * 2
+    (result,) = loop.loop._batches._exactness.all()  # type: ignore[union-attr]
+    assert (result.alone_s, result.together_s) == (1.0, 0.5), "what each request costs, alone and in a pair"
 
 
 def test_exact_loop_uses_only_power_of_two_batch_sizes(tmp_path: Path) -> None:

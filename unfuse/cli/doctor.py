@@ -109,7 +109,8 @@ def _ports(addresses: Iterable[str]) -> list[int]:
 
 def _plan_facts(plan: ServingPlan, data_dir: str) -> dict[str, Any]:
     """Return the description of a plan for JSON output."""
-    from unfuse.service.report import invariance_rows, layout_rows, split_gains, split_recommendation
+    from unfuse.service.batching_report import batching_rows
+    from unfuse.service.report import layout_rows, split_gains, split_recommendation
 
     return {
         "models": {model.spec.name: _components(model) for model in plan.models},
@@ -120,7 +121,7 @@ def _plan_facts(plan: ServingPlan, data_dir: str) -> dict[str, Any]:
             model.spec.name: model.spec.undivided_reason for model in plan.models if model.spec.undivided_reason
         },
         "layouts": layout_rows(plan),
-        "batches": invariance_rows(plan, data_dir),
+        "batches": batching_rows(plan, data_dir),
         "gains": [gain for gain, _ in split_gains(plan)],
         "verdict": split_recommendation(plan),
     }
@@ -136,7 +137,8 @@ def _components(model: PlannedModel) -> list[dict[str, Any]]:
 
 def _print_plan(plan: ServingPlan, data_dir: str) -> None:
     """Print a plan: components, placement, layouts, batches, gains and recommendation."""
-    from unfuse.service.report import invariance_rows, layout_rows, prediction_basis, split_gains, split_recommendation
+    from unfuse.service.batching_report import batching_rows
+    from unfuse.service.report import layout_rows, prediction_basis, split_gains, split_recommendation
 
     for model in plan.models:
         typer.echo(f"\n{model.spec.name}")
@@ -159,9 +161,8 @@ def _print_plan(plan: ServingPlan, data_dir: str) -> None:
     if plan.layouts:
         show.as_table(layout_rows(plan), ["layout", "rate", "refusal"], "no layout")
         typer.echo(f"{prediction_basis(plan)}\n")
-    if batches := invariance_rows(plan, data_dir):
-        show.as_table(batches, ["pool", "exact_to", "not_from", "because_of"], "nothing was compared")
-        typer.echo()
+    show.as_table(batching_rows(plan, data_dir), ["pool", "batching", "not_from", "time"], "no stage")
+    typer.echo("time: of each request in the largest batch that was compared here, over its time alone\n")
     for gain, _ in split_gains(plan):
         typer.echo(f"gain: {gain}")
     if plan.refusal or not plan.layouts:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from unfuse import __version__
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.modalities import IMAGE, UPLOAD, VIDEO
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import declared_pool, readable_pool
 from unfuse.core.text_parameters import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.server.served_models import ModelNames
 from unfuse.service.plan import ServingPlan
-from unfuse.worker.batch_invariance import InvarianceResult, InvarianceResults
-from unfuse.worker.compute_messages import EXACTNESS
 
 #: The prompt of the example command.
 PROMPT = "a red circle on white"
@@ -151,35 +147,6 @@ def prediction_basis(plan: ServingPlan) -> str:
     """Return a sentence on the origin of the layouts' predicted rates."""
     measured = plan.layouts is not None and plan.layouts.measured
     return f"rates are {'based on measurements on this machine' if measured else 'estimates without measurements'}"
-
-
-def invariance_rows(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
-    """Return a table row with the batch invariance results of each pool of a plan.
-
-    `exact_to`: the largest batch size that changes no byte.
-    `not_from`: the smallest batch size that changes bytes, or None if none did.
-    `because_of`: what differed at that size; "" if nothing did.
-    """
-    pools = {pool for model in plan.models for pool in model.spec.pools().values()}
-    results: defaultdict[str, list[InvarianceResult]] = defaultdict(list)
-    for result in InvarianceResults(Path(data_dir, EXACTNESS)).all():
-        if declared_pool(result.pool) in pools:
-            results[result.pool].append(result)
-
-    rows = []
-    for pool, pool_results in sorted(results.items()):
-        differing_results = (result for result in pool_results if result.difference)
-        smallest = min(differing_results, key=lambda result: result.size, default=InvarianceResult())
-        largest_exact = max((result.size for result in pool_results if result.is_trusted), default=1)
-        rows.append(
-            {
-                "pool": readable_pool(pool),
-                "exact_to": largest_exact,
-                "not_from": smallest.size or None,
-                "because_of": smallest.difference,
-            }
-        )
-    return rows
 
 
 def split_recommendation(plan: ServingPlan) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +56,12 @@ class InvarianceResult(msgspec.Struct, frozen=True):
 
     #: The batch size.
     size: int = 0
+
+    #: Seconds of a step for one request alone, at the last comparison; 0: unknown.
+    alone_s: float = 0.0
+
+    #: Seconds of a step of this batch, divided by its size.
+    together_s: float = 0.0
 
     @property
     def is_trusted(self) -> bool:
@@ -110,6 +116,16 @@ class InvarianceResults:
         """Whether so many keys of this pool showed a difference that it compares no more."""
         return len(self._different_keys[pool]) >= SETTLED_AFTER
 
+    def settled_pools(self) -> Collection[str]:
+        """Return the pools that are settled, on any device and with any settings."""
+        keys = {
+            (name.partition("(")[0], result.pool, name.rpartition(" ")[0])
+            for name, result in self._verdicts.items()
+            if result.difference
+        }
+        counts = Counter((scope, pool) for scope, pool, _ in keys)
+        return {pool for (_, pool), count in counts.items() if count >= SETTLED_AFTER}
+
     def must_compare(self, key: Key, size: int) -> bool:
         """Whether the next batch of this size should be computed both ways.
 
@@ -124,13 +140,14 @@ class InvarianceResults:
             size //= 2
         return size
 
-    def record(self, key: Key, size: int, difference: str) -> None:
+    def record(self, key: Key, size: int, difference: str, alone_s: float = 0.0, together_s: float = 0.0) -> None:
         """Store the result of a comparison.
 
-        `difference`: DIFFERENT, or the error of the shared forward; "" for equal results.
+        `difference`: DIFFERENT, or the error of the shared forward; "" for equal results. `alone_s`, `together_s`: the
+        seconds of a step for one request, alone and in this batch.
         """
         before = self.find(key, size)
-        after = InvarianceResult(before.equal + (not difference), difference, str(key[0]), size)
+        after = InvarianceResult(before.equal + (not difference), difference, str(key[0]), size, alone_s, together_s)
 
         # The entry moves to the end, so that the first one is always the one that was compared longest ago.
         self._verdicts.pop(self._name(key, size), None)

@@ -260,9 +260,9 @@ class Batches:
         states = [job.state for job in batch]
         shares_forward = mode in ("together", "batched")
         size = len(batch) if shares_forward else 1
-        follows_another = (key, size) != self._measured
+        is_timed_apart = mode == "compared" or (key, size) != self._measured
         self._measured = key, size
-        if follows_another:
+        if is_timed_apart:
             self._synchronize()
         began = time.monotonic()
         exchange_s = self._ranks.exchange_s
@@ -274,7 +274,7 @@ class Batches:
                 if shares_forward
                 else [self._step(stage.step_alone, state) for state in states]
             )
-            if follows_another:
+            if is_timed_apart:
                 self._synchronize()
         except Exception as error:  # an error of one task must not end the process
             return self._handle_failure(batch, error, mode)
@@ -289,7 +289,7 @@ class Batches:
             job.exchange_s += exchange_s
 
         if mode == "compared":
-            self._compare(batch, results)
+            self._compare(batch, results, seconds / len(batch))
         return [outcome for job, result in zip(batch, results, strict=True) for outcome in self._outcome(job, result)]
 
     def _sort_key(self, job: Job) -> tuple[int, bool, bool, int, int]:
@@ -325,21 +325,22 @@ class Batches:
         with self._ranks.together():
             return compute(states)
 
-    def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
+    def _compare(self, batch: list[Job], alone: Sequence[Any], alone_s: float) -> None:
         """Compute a step once more, together, and store whether the results differ.
 
-        `alone`: the results of the jobs alone. An error counts as a difference. If memory runs out, only the batch size
-        is limited, and a failed device or rank changes nothing.
+        `alone`: the results of the jobs alone, which took `alone_s` seconds each. An error counts as a difference. If
+        memory runs out, only the batch size is limited, and a failed device or rank changes nothing.
         """
         stage = batch[0].stage
         key = batch[0].key
-        states = [job.state for job in batch]
+        states, seconds = [job.state for job in batch], 0.0
         try:
             self._synchronize()
             began = time.monotonic()
             together = self._step(stage.step, states)
             self._synchronize()
-            self.sizes.measured(key, len(batch), time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self.sizes.measured(key, len(batch), seconds)
             difference = self._ranks.difference(first_difference(alone, together) is not None)
         except Exception as error:  # the tasks go on with their results alone
             if is_out_of_memory(error):
@@ -350,7 +351,7 @@ class Batches:
                 return
             difference = f"{type(error).__name__}: {error}"
         if self._exactness:
-            self._exactness.record(key, len(batch), difference)
+            self._exactness.record(key, len(batch), difference, alone_s, seconds / len(batch))
 
     def _outcome(self, job: Job, result: Any) -> list[tuple[Job, Any]]:
         """Return the job with its result; nothing if its step is computed again.
