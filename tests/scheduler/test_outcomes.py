@@ -241,10 +241,11 @@ async def test_pool_is_exact_while_exact_workers_are_live() -> None:
             ("exact", f"{DENOISE}@1", {"batching": "exact"}),
             ("batched", f"{DENOISE}@2", {"batching": "batched"}),
             ("silent", f"{DENOISE}@3", {}),
+            ("either", f"{DENOISE}@4", {"batching": "exact-or-batched"}),
         ):
             await scheduler.queue.register(msgspec.structs.replace(info(name, pool), numerics=outcome), [CARD])
         await registry.workers()
-        assert [registry.is_exact(f"{DENOISE}@{number}") for number in (1, 2, 3, 4)] == [True, False, False, False]
+        assert [registry.is_exact(f"{DENOISE}@{number}") for number in (1, 2, 3, 4, 5)] == [True, *[False] * 4]
         await pass_by(scheduler, clock, 5.1)
         await registry.workers()
         assert not registry.is_exact(f"{DENOISE}@1")

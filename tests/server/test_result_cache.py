@@ -389,7 +389,7 @@ def test_changed_model_default_prevents_reuse(tmp_path: Path, exact: None) -> No
     assert reused[:2] == [None, None] and reused[2]
 
 
-@pytest.mark.parametrize("outcome", [{}, BATCHED])
+@pytest.mark.parametrize("outcome", [{}, BATCHED, {**EXACT, "batching": "exact-or-batched"}])
 def test_results_of_pools_that_are_not_exact_are_not_reused(
     tmp_path: Path, outcome: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
