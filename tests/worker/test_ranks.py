@@ -22,7 +22,7 @@ from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
 from unfuse.core.messages import TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
-from unfuse.worker.batch_invariance import TRUSTED_AFTER, InvarianceResults
+from unfuse.worker.batch_invariance import DIFFERENT, SETTLED_AFTER, TRUSTED_AFTER, InvarianceResults
 from unfuse.worker.compute import _check_agreement
 from unfuse.worker.compute_messages import (
     CancelTask,
@@ -310,6 +310,23 @@ def test_batch_that_differs_on_one_rank_is_not_shared_on_any(group: Make, sloppy
         assert isinstance(ranks.outcome(run), TaskCompleted)
     assert stages[0].batches == stages[1].batches
     assert sum(len(batch) > 1 for batch in stages[0].batches) <= 2
+
+
+def test_pool_becomes_batched_on_all_ranks_when_the_first_one_decides_so(group: Make) -> None:
+    """Given a first rank whose file has the differences, and a second one whose file has none of them."""
+    stages = [Shared(), Shared()]
+    for stage in stages:
+        stage.exact = True
+    ranks = group(*stages, exact=True)
+    results = InvarianceResults(None, or_batched=True)
+    for size in range(SETTLED_AFTER):
+        results.record(("count", (size,), ()), 2, DIFFERENT)
+    ranks.loops[0]._batches._exactness = results
+    runs = [ranks.begin(tag=tag, steps=3) for tag in (1, 2)]
+    for run in runs:
+        assert isinstance(ranks.outcome(run), TaskCompleted)
+    assert stages[0].batches == stages[1].batches
+    assert [stage.exact for stage in stages] == [False, False]
 
 
 claims = st.builds(Claim, st.sampled_from("ab"), st.just("denoise.0"), st.just(1), st.just(b""))
