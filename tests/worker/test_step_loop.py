@@ -466,9 +466,11 @@ def settled(folder: Path, stage: Shared, *, or_batched: bool) -> Bench:
     loop.loop = StepLoop({"count": stage}, loop.store, loop.results, loop.inbox, loop.sent.append, 2, exactness=sure)
     loop.loop._batches.sizes = Large(2)
     for exact_key in range(SETTLED_AFTER):
-        for lease in [loop.run(tag=10 * exact_key + tag, steps=1) for tag in (1, 2)]:
+        for lease in [loop.run(tag=10 * exact_key + tag, steps=2) for tag in (1, 2)]:
             found(loop, lease)
-    assert len(stage.batches) == 3 * SETTLED_AFTER, "each pair was compared"
+    pairs = [batch for batch in stage.batches if len(batch) == 2]
+    assert pairs[:SETTLED_AFTER] == [[1, 2], [11, 12], [21, 22]], "each key was compared once"
+    assert len(pairs) == SETTLED_AFTER + or_batched
     stage.batches.clear()
     return loop
 
