@@ -261,9 +261,9 @@ class Batches:
         states = [job.state for job in batch]
         shares_forward = mode in ("together", "batched")
         size = len(batch) if shares_forward else 1
-        follows_another = (key, size) != self._measured
+        is_timed_apart = mode == "compared" or (key, size) != self._measured
         self._measured = key, size
-        if follows_another:
+        if is_timed_apart:
             self._synchronize()
         began = time.monotonic()
         exchange_s = self._ranks.exchange_s
@@ -275,7 +275,7 @@ class Batches:
                 if shares_forward
                 else [self._step(stage.step_alone, state) for state in states]
             )
-            if follows_another:
+            if is_timed_apart:
                 self._synchronize()
         except Exception as error:  # an error of one task must not end the process
             task_error(error)
