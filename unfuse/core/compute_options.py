@@ -162,9 +162,10 @@ def worker_parallelism(text: str, roles: frozenset[str] | None) -> dict[str, Par
 
 
 def split_devices(devices: str, option: str = "") -> tuple[str, ...]:
-    """Return the devices in a text like `cuda:0+cuda:1`. Raises ConfigError if a GPU is in it twice.
+    """Return the devices in a text like `cuda:0+cuda:1`.
 
-    `cuda` is `cuda:0`. `option`: the option and its value, for the message. The default is `--device` with `devices`.
+    Raises ConfigError if a GPU is in it twice. `cuda` is `cuda:0`. `option`: the option and its value, for the message.
+    The default is `--device` with `devices`.
     """
     names = tuple(device.strip() for device in devices.split("+"))
     gpus = [name if ":" in name else f"{name}:0" for name in names if name not in ("auto", "cpu")]

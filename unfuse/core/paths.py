@@ -1,4 +1,4 @@
-"""User paths with `~`, private folders and files, and texts without the paths of this machine."""
+"""User paths with `~`, private files, and texts without the paths of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def create_private_folder(folder: Path) -> None:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file that only this user can read and write if it is new: an `opener` of `open`."""
+    """Open a file, for its owner only if it is new: an `opener`."""
     return os.open(path, flags, 0o600)
 
 

@@ -184,9 +184,10 @@ def name_of(device: str) -> str:
 
 
 def describe_devices() -> dict[str, Any]:
-    """Return the accelerators of this machine, and why torch cannot use one: a `planning.gpus.GpuSearch`.
+    """Return this machine's accelerators, and why one cannot be used.
 
-    A device that torch cannot use has no memory, so that the others are at their numbers.
+    It has the fields of `planning.gpus.GpuSearch`. A device that torch cannot use has no memory, so that the others are
+    at their numbers.
     """
     kind = torch.accelerator.current_accelerator()
     if kind is None:

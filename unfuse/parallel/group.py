@@ -168,13 +168,13 @@ class Group:
 
     @property
     def waited_s(self) -> float:
-        """Seconds of exchanges that are known to be done; those of a GPU are known a little later."""
+        """Seconds of finished exchanges; those of a GPU are known a little later."""
         return self._times.seconds
 
     def wait(self, exchange: Callable[[], T], device: torch.device = CPU) -> T:
-        """Run an exchange of tensors of this device, and return its result. If it fails, this process exits.
+        """Run an exchange of tensors of this device, and return its result.
 
-        After a failed exchange it is unknown which ranks have its data.
+        If it fails, this process exits. After a failed exchange it is unknown which ranks have its data.
         """
         try:
             with self._times.measure(device):

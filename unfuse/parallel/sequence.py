@@ -398,7 +398,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 
 
 def _aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a mask as a bias with rows that torch's kernel for GPUs can read, of the same values.
+    """Return a mask as a bias that torch's kernel for GPUs can read.
 
     The kernel needs strides that are multiples of BIAS_ALIGNMENT, except those of dimensions that are repeated.
     `scaled_dot_product_attention` pads the mask in the same way, before it calls the kernel.

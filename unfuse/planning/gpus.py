@@ -67,7 +67,7 @@ class GpuSearch(msgspec.Struct, frozen=True):
 
 
 class _Unusable(Exception):
-    """nvidia-smi's answer cannot be used; the message says why."""
+    """The answer of nvidia-smi cannot be used, for the reason in the message."""
 
 
 def version_of(library: str) -> str | None:
@@ -125,9 +125,10 @@ def _read_gpu(row: Sequence[str]) -> Gpu:
 
 
 def _visible_rows(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Return the rows of the GPUs that CUDA shows to this process, in its order. Raises _Unusable.
+    """Return the rows of GPUs that this process can see, in CUDA's order.
 
-    nvidia-smi ignores the variable, but CUDA numbers the GPUs in its order. An unknown name ends the list, and a
+    Raises _Unusable. nvidia-smi ignores the variable, but CUDA numbers the GPUs in its order. An unknown name ends the
+    list, and a
     repeated one makes it empty.
     """
     if VISIBLE not in os.environ:
@@ -185,6 +186,6 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str, str]:
 
 
 def _line(text: str, index: int = 0) -> str:
-    """Return the first line of a text, or the one at `index`, without blank lines; "" without any."""
+    """Return the line at `index` that is not blank; "" without any."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[index] if lines else ""

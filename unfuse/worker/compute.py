@@ -263,7 +263,7 @@ def _join_group(load: messages.LoadModels) -> Group | None:
 
 
 def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Collection[str]) -> None:
-    """Raise ConfigError if another rank would make other bytes: another GPU, version, or other weights."""
+    """Raise ConfigError if another rank has another GPU, version or weights."""
     encoded = group.exchange(encode((sorted(numerics.items()), sorted(pools)))) if group else []
     differing = next((rank for rank, data in enumerate(encoded) if data != encoded[0]), None)
     if differing is None:
