@@ -24,7 +24,6 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import READ_ERRORS, DiffusersFamily, Loader
 from unfuse.models.declared import call_defaults, frame_rate
 from unfuse.stages.base import NEGATIVE, Stage, guidance_scale, need
-from unfuse.stages.device_copies import to_device
 from unfuse.stages.noise import draw_noise
 from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, TEXT_ENCODE
 from unfuse.weights.folder import ModelFolder
@@ -319,6 +318,8 @@ class GridVae:
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """Return the latents on the VAE's device, in its dtype."""
+        from unfuse.stages.device_copies import to_device
+
         return to_device(latents, self.device, self.vae.dtype)
 
     def decode(self, grid: Tensor) -> Tensor:
@@ -476,6 +477,8 @@ class GridPictureVae:
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """Return the latents as a video of one frame."""
+        from unfuse.stages.device_copies import to_device
+
         config, dtype = self.vae.config, self.dtype
         grid = to_device(latents, self._device, dtype if self._cast_first else None) / config.scaling_factor
         shifted: Tensor = grid if config.shift_factor is None else grid + config.shift_factor

@@ -35,7 +35,6 @@ from unfuse.models.components import (
 from unfuse.models.text_encoders import T5TextEncoder
 from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import UNCONDITIONAL, guidance_scale, need
-from unfuse.stages.device_copies import to_device
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -144,6 +143,8 @@ class LtxVae:
 
         They are rounded to the dtype of the text embeddings, as in the pipeline.
         """
+        from unfuse.stages.device_copies import to_device
+
         sides, vae = self._shape.grid(params), self.vae
         grid = to_device(latents, self._device).transpose(1, 2).reshape(1, self._shape.channels, *sides)
         mean, deviation = (values.view(1, -1, 1, 1, 1).to(grid) for values in (vae.latents_mean, vae.latents_std))
