@@ -41,6 +41,7 @@ TILED = (
     "workers have a field of this name, too, which is therefore not compared"
 )
 PLANNED = "activations are predicted, and sizes for which GPUs have no memory are refused"
+NAMED = "a device that fails is named by index and UUID, and its worker says why it is unhealthy"
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 TOKENS = (
     "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
@@ -227,9 +228,10 @@ RENAMES = Renames(
         },
     },
     added={
-        "fields": {"vae": TILED, "max_video_pixels": PLANNED, "activations": PLANNED, "mode": SETTLED},
-        "metrics": {"unfuse_pool_not_batch_invariant": SETTLED},
-        "labels": {},
+        "fields": {"vae": TILED, "max_video_pixels": PLANNED, "activations": PLANNED, "mode": SETTLED}
+        | dict.fromkeys(("device_failures", "index", "unhealthy_reason", "uuid"), NAMED),
+        "metrics": {"unfuse_pool_not_batch_invariant": SETTLED, "unfuse_device_healthy": NAMED},
+        "labels": dict.fromkeys(("index", "uuid", "worker"), NAMED),
         "settings": {"UNFUSE_COMPUTE__EXACT_ONLY": TILED, "UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32},
         "flags": {
             "--max-loaded-models": LOADED,

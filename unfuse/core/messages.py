@@ -125,7 +125,6 @@ class DeviceId(msgspec.Struct, frozen=True):
 
     #: Name with the index, such as `cuda:1` or `cpu`.
     index: _Word
-
     #: UUID as the driver lists it, such as `GPU-3f1c…`. Empty if the device has none.
     uuid: _Word = ""
 
@@ -138,7 +137,6 @@ class DeviceFault(msgspec.Struct, frozen=True):
 
     #: Rank of the device.
     rank: Count
-
     #: One sentence, for people.
     reason: Annotated[str, Meta(max_length=4096)]
 

@@ -271,7 +271,6 @@ def fail_stage(
     Readers of a lost object that run already continue, since they may have read the object before.
 
     has_other: whether another live worker could run the stage.
-
     Raises LeaseLost, and ValueError for a hand-back, which the queue handles.
     """
     claim, stage = failed.claim, failed.claim.stage

@@ -14,7 +14,7 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def task_error(error: Exception) -> Exception:
-    """Return the error of one task, or raise it again if the device cannot be used any more.
+    """Return the error of one task, or raise it again after a device error.
 
     Called where the step loop catches an error to continue with other tasks.
     """
