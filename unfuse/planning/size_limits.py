@@ -15,7 +15,7 @@ TOLERANCE = 0.1
 def size_limits(
     spec: ModelSpec, placed: Sequence[PlacedWorker], plan: WorkerPlan, devices: Sequence[Device]
 ) -> dict[str, int | float]:
-    """Return the limits of a model's requests, reduced to what fits on the GPUs of its workers.
+    """Return the limits of a model's requests, reduced to what fits on its GPUs.
 
     Activations grow with the pixels of a picture, and those of a denoiser with the pixels of all frames. Limits of
     models on CPUs are unchanged.
