@@ -169,6 +169,16 @@ def test_sizes_without_memory_are_refused_with_the_largest_that_fits(tmp_path: P
         IMAGE.complete_params(convert(small.limits, MediaLimits), small.defaults, {"size": "2048x2048"}, None)
 
 
+def test_decodes_limit_sizes_only_where_they_must_not_be_tiled(tmp_path: Path) -> None:
+    folder = make_folder("flux1", tmp_path / "flux")
+    card = (Device(CPU, 128 * GIB), Device("cuda:0", 41 * GIB))
+    tiled, exact = (
+        plan_models([str(folder)], "", WorkerPlan(compute=ComputeOptions(exact_only=only), auto=True), card)
+        for only in (False, True)
+    )
+    assert exact.models[0].spec.limits["max_pixels"] < 2048 * 2048 == tiled.models[0].spec.limits["max_pixels"]
+
+
 ROOMS = (("1 × 80 GB", "none"), ("1 × 24 GB", "model"))
 
 

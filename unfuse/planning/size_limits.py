@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unfuse.core.model_spec import ModelSpec
-from unfuse.planning.component_memory import KV_CACHE, ComponentMemory
+from unfuse.planning.component_memory import ComponentMemory
 from unfuse.planning.placement import Device, PlacedWorker, WorkerPlan, taken_bytes
 
 #: What formulas may be wrong by. A size is refused only if it does not fit with so much less.
@@ -15,7 +15,7 @@ TOLERANCE = 0.1
 def size_limits(
     spec: ModelSpec, placed: Sequence[PlacedWorker], plan: WorkerPlan, devices: Sequence[Device]
 ) -> dict[str, int | float]:
-    """Return the limits of a model's requests, reduced to what fits on the GPUs of its workers.
+    """Return the limits of a model's requests, reduced to what fits on its GPUs.
 
     Activations grow with the pixels of a picture, and those of a denoiser with the pixels of all frames. Limits of
     models on CPUs are unchanged.
@@ -33,7 +33,7 @@ def size_limits(
             continue
         free = min(left[name] for name in worker.devices)
         for part in worker.parts:
-            if spec.name not in part.models or not part.activations or not _grows(part):
+            if spec.name not in part.models or not part.activations or not _grows(part, plan):
                 continue
             growth = _headroom(part, worker, plan, free) / part.activations / (1 - TOLERANCE)
             if frames == 1 or part.component.startswith("vae"):
@@ -44,9 +44,13 @@ def size_limits(
     return limits
 
 
-def _grows(part: ComponentMemory) -> bool:
-    """Return whether a component's activations grow with the size of the result."""
-    return part.component.startswith(("transformer", "unet", "vae")) and part.component != KV_CACHE
+def _grows(part: ComponentMemory, plan: WorkerPlan) -> bool:
+    """Return whether a component's activations grow with the size of the result.
+
+    A decode that does not fit is repeated in tiles, unless `--exact-only` forbids it.
+    """
+    names = ("transformer", "unet", "vae") if plan.compute.exact_only else ("transformer", "unet")
+    return part.component.startswith(names)
 
 
 def _headroom(part: ComponentMemory, worker: PlacedWorker, plan: WorkerPlan, free: int) -> int:

@@ -252,10 +252,8 @@ def plan_models(
                 replace(worker, role="+".join(needs) if worker.role == ALL_STAGES else worker.role)
                 for worker in workers
             )
-        models = tuple(
-            replace(model, spec=replace(model.spec, limits=size_limits(model.spec, workers, wanted, devices)))
-            for model in models
-        )
+        specs = (replace(model.spec, limits=size_limits(model.spec, workers, wanted, devices)) for model in models)
+        models = tuple(replace(model, spec=spec) for model, spec in zip(models, specs, strict=True))
         return ServingPlan(models, needs, wanted, devices, workers, layouts=layouts)
     except ConfigError as error:
         return ServingPlan(models, needs, wanted, devices, (), str(error), layouts)
