@@ -83,6 +83,11 @@ def load(folder: Path, device: str = "cpu", dtype: str = "float32", loras: str =
         return LoadedModel(spec, [(stage, family.load(stage, folder, runtime)) for stage in spec.pipeline.stages])
 
 
+def on_host(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Copies of tensors on the host, as they are between two workers."""
+    return {name: None if tensor is None else tensor.cpu().clone() for name, tensor in tensors.items()}
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     flat = tensor.cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -109,17 +114,24 @@ class Phases:
 
 def run_request(model: LoadedModel, params: Params, gpus: PretendedGpus | None = None, lora_id: str = "") -> Run:
     """Run a request by itself, and hand its tensors on as workers do: by the host."""
-    params = {"prompt": "a red circle", "seed": 1, "output_format": "png", **model.spec.defaults, **params}
     run, tensors = Run(), dict[str, Any]()
+    for spec, stage, task in tasks_of(model, params, tensors, lora_id):
+        tensors |= _run_stage(spec.name, stage, task, run, Phases(gpus, run))
+    return run
+
+
+def tasks_of(
+    model: LoadedModel, params: Params, tensors: Mapping[str, Any], lora_id: str = ""
+) -> Iterator[tuple[StageSpec, Stage, StageInput]]:
+    """The stages of a request and their tasks, in order. `tensors` has by then what stages before have made."""
+    params = {"prompt": "a red circle", "seed": 1, "output_format": "png", **model.spec.defaults, **params}
     for spec, stage in model.stages:
         if spec.only_with and not params.get(spec.only_with):
             continue
         derived = DerivedFacts(image_hashes={name: "hash" for name in UPLOADS if params.get(name)}, lora_id=lora_id)
         uploads = {name: UPLOADS[name] for name in stage.uploads_of(derived)}
         inputs = {name: tensors[name] for name in spec.inputs if name in tensors}
-        task = StageInput(params, inputs, uploads, derived=derived)
-        tensors |= _run_stage(spec.name, stage, task, run, Phases(gpus, run))
-    return run
+        yield spec, stage, StageInput(params, inputs, uploads, derived=derived)
 
 
 def _run_stage(name: str, stage: Stage, task: StageInput, run: Run, phases: Phases) -> Mapping[str, Any]:
@@ -141,7 +153,7 @@ def _run_stage(name: str, stage: Stage, task: StageInput, run: Run, phases: Phas
     with phases.phase(f"{name} finish"):
         output = stage.finish(state)
     stage.release(state)
-    made = {key: None if tensor is None else tensor.cpu().clone() for key, tensor in output.tensors.items()}
+    made = on_host(output.tensors)
     run.outputs |= {f"{name} {key}": bytes_of(tensor) for key, tensor in made.items() if tensor is not None}
     run.outputs |= {f"{name} {number}": media.data for number, media in enumerate(output.media)}
     return made

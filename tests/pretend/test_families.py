@@ -1,26 +1,80 @@
-"""Families on a pretended GPU make the CPU's bytes."""
+"""Every family on a pretended GPU makes the CPU's bytes, and the host waits for the GPU at most as often as it may."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
-from tests.pretend.gpus import PretendedGpus
-from tests.pretend.running import GPU, differing, held_by, load, run_request
+from tests.pretend.ceilings import exceeded, read
+from tests.pretend.families import Family, cases, options_of
+from tests.pretend.running import GPU, differing, held_by, run_request
 from tools import tiny
 
 pytestmark = pytest.mark.slow
 
+BY_DAY = ("flux plain", "wan plain")
+ALL = [(kind, case) for kind in tiny.KINDS for case in cases(kind)]
 
-@pytest.mark.parametrize("kind", ["flux", "wan"])
-def test_family_on_second_gpu_has_bytes_of_cpu(kind: str, tmp_path: Path) -> None:
-    folder = tiny.build(kind, tmp_path / kind)
-    expected = run_request(load(folder), {})
-    with PretendedGpus() as gpus:
-        model = load(folder, GPU)
-        first = run_request(model, {}, gpus)
-        held = held_by(gpus)
-        assert differing(expected, first) == []
-        assert differing(expected, run_request(model, {})) == []
-        assert held_by(gpus) == held and held.keys() == {GPU}
+Families = Callable[..., Family]
+
+
+def marked(kind: str, case: str) -> Any:
+    name = f"{kind} {case}"
+    return pytest.param(kind, case, id=name, marks=() if name in BY_DAY else pytest.mark.nightly)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Families]:
+    """Families by kind and options. The last one stays loaded, for the next test."""
+    loaded: dict[str, Family] = {}
+
+    def family(kind: str, **options: Any) -> Family:
+        name = f"{kind} {options}"
+        if name not in loaded:
+            loaded.clear()
+            loaded[name] = Family(kind, tmp_path_factory.mktemp(kind), **options)
+        return loaded[name]
+
+    yield family
+    loaded.clear()
+
+
+@pytest.mark.parametrize(("kind", "case"), [marked(kind, case) for kind, case in ALL])
+def test_family_on_second_gpu_has_bytes_of_cpu_and_few_waits(kind: str, case: str, families: Families) -> None:
+    family, params = families(kind, **options_of(case)), cases(kind)[case]
+    expected = family.expected(params)
+    found, counts = family.measure(params)
+    assert differing(expected, found) == []
+    assert exceeded(f"{kind} {case}", counts) == {}
+    assert held_by(family.gpus).keys() == {GPU}
+    assert family.gpus.records.streams.keys() <= {GPU}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_family_in_bfloat16_on_second_gpu_has_bytes_of_cpu(kind: str, families: Families) -> None:
+    family, params = families(kind, dtype="bfloat16"), cases(kind)["plain"]
+    expected = family.expected(params)
+    with family.gpus:
+        assert differing(expected, run_request(family.on_gpu, params)) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_offloaded_family_on_second_gpu_has_bytes_of_cpu(kind: str, offload: str, families: Families) -> None:
+    """Also those of a second request. Nothing is copied to another GPU than its own, nor by a stream of another."""
+    family, params = families(kind, offload=offload), cases(kind)["plain"]
+    expected = family.expected(params)
+    with family.gpus as gpus:
+        torch.cuda.set_device(GPU)  # as each process does that computes on it
+        for _ in range(2):
+            assert differing(expected, run_request(family.on_gpu, params)) == []
+        assert held_by(gpus).keys() <= {GPU} and gpus.records.streams.keys() <= {GPU}
+
+
+def test_every_case_of_every_family_has_ceilings() -> None:
+    assert {*read()} == {f"{kind} {case}" for kind, case in ALL}
