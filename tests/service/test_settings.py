@@ -14,7 +14,6 @@ from msgspec.structs import asdict
 
 from tools.settings_page import PAGE
 from tools.snippets import PAGES, blocks
-from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.service.groups import Level, Settings
 from unfuse.service.options import ServeOptions
@@ -289,8 +288,3 @@ def test_parsed_byte_size_increases_with_its_number(number: int, unit: str) -> N
 def test_invalid_byte_size_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         ByteSize.parse(text)
-
-
-def test_compute_settings_are_flags_with_a_value() -> None:
-    """`serve` passes them to its workers as `--name value`."""
-    assert not [name for name, value in asdict(ComputeOptions()).items() if isinstance(value, bool)]

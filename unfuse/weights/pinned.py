@@ -1,4 +1,4 @@
-"""Pinned host memory for offloaded weights: one buffer for each component, which the GPU reads in place.
+"""Pinned host memory of offloaded weights: one buffer for each component.
 
 Copies from pinned memory to a GPU overlap with computing.
 """
