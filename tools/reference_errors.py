@@ -143,7 +143,7 @@ ADVICE = {
     "origin_not_allowed": "Start the server with `--allowed-origins`, or behind a proxy with `--trusted-proxies`.",
     "out_of_memory": (
         "The device does not have enough memory for this request, even if it is computed alone. Request a smaller "
-        "size, or see [Out of memory](../operations/slow-requests.md#out-of-memory)."
+        "size, or see [Out of memory](../operations/out-of-memory.md)."
     ),
     "overloaded": (
         "Retry after the time in `Retry-After`. The server's `--max-active`, `--max-queue` and `--max-cost` set the "
