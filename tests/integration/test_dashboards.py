@@ -24,7 +24,7 @@ ASKED = [(target["expr"], target["legendFormat"]) for panel in BOARD["panels"] f
 ASKED += [(rule["expr"], re.sub(r"\$labels\.", "", rule["annotations"]["summary"])) for rule in ALERTS.values()]
 
 TOKEN = re.compile(r'\s*(?:([a-z_]\w*)|(\d+(?:\.\d+)?)|("[^"]*")|(\[\d+[smhd]\])|([-+*/(){},=<>]=?))')
-FUNCTIONS = {"rate", "increase", "histogram_quantile", "sum", "max", "by", "and"}
+FUNCTIONS = {"rate", "increase", "histogram_quantile", "sum", "max", "min", "by", "and"}
 OF_PROMETHEUS = {"up": {"job", "instance"}}
 """What Prometheus adds by itself."""
 GROWS = ("_total", "_bucket", "_sum", "_count")
