@@ -26,7 +26,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import QueueBackend, QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
-from unfuse.scheduler import lifecycle
+from unfuse.scheduler import deadlines, lifecycle
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import append, lease_request
 
@@ -259,7 +259,7 @@ class Histories(RuleBasedStateMachine):
                 self.commit(lifecycle.expire_lease(context, lease, self.clock.wall()))
 
     @precondition(lambda self: self.contexts)
-    @rule(data=st.data(), end=st.sampled_from([lifecycle.cancel, lifecycle.expire_deadline]))
+    @rule(data=st.data(), end=st.sampled_from([lifecycle.cancel, deadlines.expire_deadline]))
     def end(self, data: st.DataObject, end: Any) -> None:
         context = self.contexts[data.draw(st.sampled_from(sorted(self.contexts)))]
         self.commit(end(context, self.clock.wall()))

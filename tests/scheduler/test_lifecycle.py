@@ -25,7 +25,7 @@ from unfuse.core.request import (
     Timings,
 )
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
-from unfuse.scheduler import change_builder, lifecycle
+from unfuse.scheduler import change_builder, deadlines, lifecycle
 from unfuse.testing.queue_samples import task_of
 
 WALL, NOW = 1_700_000_000.0, 50.0
@@ -440,11 +440,43 @@ class TestTheEnd:
         assert change.context.stages["image"].status == "cancelled"
 
     def test_passed_deadline_expires_the_request_with_a_failed_event(self, first: Change) -> None:
-        change = lifecycle.expire_deadline(first.context, WALL)
+        change = deadlines.expire_deadline(first.context, WALL)
         assert change is not None
         assert change.context.error is not None
         assert (change.context.status, change.context.error.code, kinds(change)) == ("expired", "expired", ["failed"])
         assert change.events[0].message == change.context.error.message
+
+    def test_expired_request_names_the_stage_that_waited_and_how_long(self, first: Change) -> None:
+        waiting = finish(first, "text").context
+        change = deadlines.expire_deadline(waiting, WALL + 12)
+        assert change is not None and change.context.error is not None
+        assert change.context.error.stage == "image"
+        assert change.context.error.message == (
+            "the request did not complete before its deadline, and stage image has waited 12 s for a worker: "
+            "increase its timeout"
+        )
+        waited = {name: state.timings.queued_s for name, state in change.context.stages.items()}
+        assert waited == dict.fromkeys(waited, 0.0) | {"image": 12.0}
+
+        runs = (RunningStage("image", 1, "w", WALL + 5),)
+        change = deadlines.expire_deadline(waiting, WALL + 12, running=runs)
+        assert change is not None and change.context.error is not None
+        assert change.context.error.stage == "image" and " while stage image ran: " in change.context.error.message
+
+    @pytest.mark.parametrize("report_s", [None, 3.0])
+    def test_unfinished_stages_keep_the_time_that_they_waited(self, first: Change, report_s: float | None) -> None:
+        """Given a request that ends while one stage runs and another waits, then both show the time in the queue, also
+        after the last report of the worker."""
+        runs = (RunningStage("text", 1, "w", WALL + 5),)
+        change = lifecycle.cancel(first.context, WALL + 12, runs)
+        assert change is not None
+        if report_s is not None:
+            stopped = TaskStopped(claim_of(first, "text"), Timings(run_s=report_s, share_s=report_s))
+            change = lifecycle.account_stopped(change.context, stopped, "w", WALL + 13)
+            assert change is not None
+        timings = {name: state.timings for name, state in change.context.stages.items()}
+        assert (timings["text"].queued_s, timings["image"].queued_s) == (5.0, 12.0)
+        assert timings["text"].share_s == (report_s or 0.0)
 
     def test_time_limit_counts_run_time_of_a_chain_without_queue_time(self, first: Change) -> None:
         """Given a limit of 10 s, when a stage was leased for 4, waited for an hour and runs for 7, then it is over."""
@@ -458,21 +490,22 @@ class TestTheEnd:
                 "image", 1, "w", WALL, ran_s=text_s + 3
             )
 
-        assert lifecycle.enforce_time_limit(once, WALL + 3606, again(6.0)) is None  # 4 + 6 beside 9, not 19
-        change = lifecycle.enforce_time_limit(once, WALL + 3607, again(7.0))
+        assert deadlines.enforce_time_limit(once, WALL + 3606, again(6.0)) is None  # 4 + 6 beside 9, not 19
+        change = deadlines.enforce_time_limit(once, WALL + 3607, again(7.0))
 
         assert change is not None
         assert change.context.error is not None
         assert (change.context.status, change.context.error.code) == ("expired", "expired")
         assert "10 s" in change.context.error.message
-        assert lifecycle.enforce_time_limit(change.context, WALL + 9999, again(99.0)) is None
-        assert lifecycle.enforce_time_limit(_limited(once, None), WALL + 9999, again(99.0)) is None
+        assert change.context.error.stage == "text"
+        assert deadlines.enforce_time_limit(change.context, WALL + 9999, again(99.0)) is None
+        assert deadlines.enforce_time_limit(_limited(once, None), WALL + 9999, again(99.0)) is None
 
     @pytest.mark.parametrize("status", [name for name, moves in REQUEST_MOVES.items() if not moves])
     def test_ended_request_does_not_change(self, first: Change, status: Any) -> None:
         over = msgspec.structs.replace(first.context, status=status)
         assert lifecycle.cancel(over, WALL) is None
-        assert lifecycle.expire_deadline(over, WALL) is None
+        assert deadlines.expire_deadline(over, WALL) is None
         assert lifecycle.expire_lease(over, Lease(first.push[0], "w", b"token", NOW), WALL) is None
         with pytest.raises(LeaseLost):
             lifecycle.complete_stage(over, done(claim_of(first, "text")), "w", WALL)

@@ -180,6 +180,8 @@ async def test_passed_deadline_expires_a_queued_request() -> None:
         seen = [event.type async for event in scheduler.queue.watch(record.context.id)]
         context = (await scheduler.queue.load(record.context.id)).context
         assert (seen[-1], context.status) == ("failed", "expired")
+        assert context.error is not None and context.error.stage == "text_encode"
+        assert context.stages["text_encode"].timings.queued_s == pytest.approx(31, abs=0.1)
         assert await count_waiting(scheduler.queue, ENCODE) == 0
 
 

@@ -64,7 +64,7 @@ def account(state: StageState, run: RunningStage, *, is_billed: bool, is_final: 
         **steps,
     )
     if is_billed:
-        return replace(state, timings=run.timings)
+        return replace(state, timings=replace(run.timings, queued_s=state.timings.queued_s))
     return _with_lost_seconds(state, run.timings.device, run.timings.device_s)
 
 
@@ -100,7 +100,7 @@ def account_report(context: RequestContext, stopped: TaskStopped, worker: str, w
         # Reports repeat the total amount, so only the seconds beyond the known ones are added.
         if known.lost:
             return _with_lost_seconds(state, timings.device, timings.device_s - known.timings.device_s)
-        return replace(state, timings=timings)
+        return replace(state, timings=replace(timings, queued_s=state.timings.queued_s))
     if (
         not state.accounted_attempt
         < claim.attempt
@@ -290,9 +290,12 @@ class ChangeBuilder:
                 self.stages[run.stage] = replace(
                     state, attempt=run.attempt, worker=run.worker, max_progress=max_progress
                 )
+        leased_at = {run.stage: run.since for run in self.running}
         for name, state in self.stages.items():
             if state.status != "done":
-                self.move_stage(name, "cancelled")
+                queued_until = leased_at.get(name, self._wall if state.status == "queued" else 0.0)
+                queued_s = max(0.0, queued_until - state.queued_at)
+                self.move_stage(name, "cancelled", timings=replace(state.timings, queued_s=queued_s))
             self.stages[name] = replace(self.stages[name], output=None, checkpoint=None)
         return self.build(claim, status, completed_at=self._wall, error=error, **fields)
 

@@ -15,7 +15,6 @@ the stage. All other functions then return None.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -32,7 +31,7 @@ from unfuse.core.messages import (
     TaskStopped,
 )
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import ExecutionPlan, PlannedStage, readable_pool
+from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import (
     MODERATION_BLOCKED,
     Change,
@@ -49,7 +48,7 @@ from unfuse.core.request import (
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import MAX_SAFE_INTEGER
 from unfuse.scheduler.change_builder import ChangeBuilder, account_not_started, account_report, lose_output
-from unfuse.scheduler.cold_starts import latest_end, record_cold_starts
+from unfuse.scheduler.cold_starts import record_cold_starts
 from unfuse.scheduler.device_failures import retry_after_device_error
 
 #: `(pool, worker) -> bool`: whether the pool has another live worker than this one.
@@ -379,47 +378,6 @@ def disconnect_client(context: RequestContext, wall: float, running: Sequence[Ru
         return None
     error = ErrorInfo("cancelled", "its client disconnected")
     return ChangeBuilder(context, wall, running).end_request("cancelled", error)
-
-
-def expire_deadline(
-    context: RequestContext,
-    wall: float,
-    queue_now: float = math.inf,
-    cold_start_limit: float = 0.0,
-    running: Sequence[RunningStage] = (),
-) -> Change | None:
-    """Expire a request at its deadline, or return None before its `latest_end`.
-
-    The request must have a deadline.
-    """
-    if context.is_over or (latest_end(context, cold_start_limit) or queue_now) > queue_now:
-        return None
-    pools = [
-        readable_pool(stage.pool) for stage in context.plan.stages if context.stages[stage.name].waits_for_cold_start
-    ]
-    hint = f"; {pools[0]} was not ready within the {cold_start_limit:.0f} s of --cold-start-timeout" if pools else ""
-    error = ErrorInfo("expired", f"the request did not complete before its deadline: increase its timeout{hint}")
-    return ChangeBuilder(context, wall, running).end_request("expired", error)
-
-
-def enforce_time_limit(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
-    """Expire a request whose stages were leased for longer than its time limit.
-
-    The longest chain of stages counts, so that parallel stages count once. The time in queues, gaps without a scheduler
-    and clock changes are not counted: see `TaskQueue.sweep_expired`. None if the limit is not exceeded.
-    """
-    if context.is_over or context.request.time_limit_s is None:
-        return None
-    chain_s: dict[str, float] = {}  # by stage, the leased seconds of the longest chain that ends with it
-    for stage in context.plan.stages:  # inputs come before their readers
-        running_s = sum(run.ran_s for run in running if run.stage == stage.name)
-        inputs_s = max((chain_s[name] for name in stage.after), default=0.0)
-        chain_s[stage.name] = inputs_s + context.stages[stage.name].leased_s + running_s
-    if max(chain_s.values()) <= context.request.time_limit_s:
-        return None
-    reason = f"the stages of the request ran for more than its limit of {context.request.time_limit_s:.0f} s"
-    error = ErrorInfo("expired", f"{reason}: request less, or increase the server's time limit")
-    return ChangeBuilder(context, wall, running).end_request("expired", error)
 
 
 def clear_dead_letter(context: RequestContext) -> Change | None:

@@ -16,7 +16,7 @@ from unfuse.core.request import Change, RequestContext, RequestRecord
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Lease
 from unfuse.queues.base import RequestFilter
-from unfuse.scheduler import cold_starts, lifecycle
+from unfuse.scheduler import cold_starts, deadlines, lifecycle
 from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
@@ -132,7 +132,7 @@ class Maintenance(Observer):
         with suppress(NotFound):
             record, _ = await self._transitions.apply(
                 request,
-                lambda record, wall: lifecycle.expire_deadline(
+                lambda record, wall: deadlines.expire_deadline(
                     record.context, wall, now, cold_start_limit, record.running
                 ),
             )
@@ -175,7 +175,7 @@ class Maintenance(Observer):
                     moved, lambda record, _: lifecycle.record_start(record.context, record.running)
                 )
                 await self._transitions.apply_if_due(
-                    started, lambda record, wall: lifecycle.enforce_time_limit(record.context, wall, record.running)
+                    started, lambda record, wall: deadlines.enforce_time_limit(record.context, wall, record.running)
                 )
             # A review of many requests must not delay the answers to workers.
             if len(page) == PAGE:
