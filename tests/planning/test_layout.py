@@ -171,13 +171,26 @@ def test_predicted_rate_equals_the_optimal_distribution_of_work(
 def test_predicted_rate_counts_workers_on_one_gpu_as_sequential() -> None:
     shares = {"encoder": 0.2, "denoiser": 0.6, "decoder": 0.2}
     one = [PlacedWorker(role, "cuda:0", ()) for role in shares]
-    assert predict_rate(one, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
+    assert predict_rate(one, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(1.0)
     two = [
         PlacedWorker("denoiser", "cuda:1", ()),
         *(PlacedWorker(role, "cuda:0", ()) for role in ("encoder", "decoder")),
     ]
     assert predict_rate(two, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(1 / 0.6, abs=0.01)
     assert CONTEXT > 0
+
+
+@pytest.mark.parametrize("slow", NEEDS)
+def test_worker_with_little_work_does_not_halve_the_rate_of_its_gpu(slow: str) -> None:
+    """Given four GPUs, when a third denoiser makes encoder and decoder share one, then the slower has most of it."""
+    shares = {role: 0.98 if role == slow else 0.01 for role in NEEDS}
+    gpus = Device(CPU, 1 << 45), *(Device(f"cuda:{number}", 16 * GIB) for number in range(4))
+    rates = []
+    for count in (1, 2, 3):
+        wanted = WorkerPlan({"encoder": 1, "denoiser": count, "decoder": 1}, {}, first=FIRST)
+        rates.append(predict_rate(place_workers(NEEDS, wanted, gpus), shares, wanted, HostResources(16)))
+    expected = (1, 2, 3) if slow == "denoiser" else (1, 1, 1)
+    assert rates == pytest.approx([count / 0.98 for count in expected], rel=0.02)
 
 
 TWO = {

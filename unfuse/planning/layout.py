@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 from math import prod
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute_options import MaxLoadedModels
 from unfuse.core.errors import ConfigError
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.plan import ALL_STAGES
+from unfuse.core.plan import ALL_STAGES, roles_of
 from unfuse.planning.component_memory import Needs
 from unfuse.planning.placement import (
     CPU,
@@ -174,31 +175,29 @@ def predict_rate(
 
     Its unit is one core (or GPU) that computes one request after the other. `shares` is each role's share of the
     seconds of a request.
+
+    The work of any group of roles must fit on the devices of their workers. So the slowest group limits the rate.
     """
     placed = list(placed)
     gpus = {worker.device for worker in placed if not worker.on_cpu}
     threads = plan.compute.threads or max(1, host.cores // len(placed))
-    max_rate = float(len(gpus)) if gpus else float(host.cores)
 
-    def speed(worker: PlacedWorker) -> float:
-        """Return the speed of a worker, in the unit of `predict_rate`.
-
-        It is the worker's cores, or its share of its GPU, where workers take turns.
-        """
+    # By role, the speed of each device that has workers of it. Workers on a GPU take turns, and use it whole.
+    speeds: dict[str, dict[str, float]] = {role: {} for role in shares}
+    for index, worker in enumerate(placed):
+        device, speed = worker.device, 1.0
         if worker.on_cpu:
-            return float(min(threads * len(worker.devices), host.cores))
-        return 1.0 / sum(other.device == worker.device for other in placed)
+            device, speed = f"{CPU} {index}", float(min(threads * len(worker.devices), host.cores))
+        for role in shares.keys() & (roles_of(worker.role) or shares.keys()):
+            speeds[role][device] = speed
 
-    # workers of all roles do the work that the workers of single roles leave: find the highest rate for which that fits
-    all_stages_speed = sum(speed(worker) for worker in placed if worker.role == ALL_STAGES)
-    role_speed = {role: sum(speed(worker) for worker in placed if role in worker.role.split("+")) for role in shares}
-    low = 0.0
-    high = max_rate
-    for _ in range(40):
-        middle = (low + high) / 2
-        unmet = sum(max(0.0, middle * share - role_speed[role]) for role, share in shares.items())
-        low, high = (middle, high) if unmet <= all_stages_speed else (low, middle)
-    return low
+    rates = [float(len(gpus) or host.cores)]
+    for size in range(1, len(shares) + 1):
+        for group in combinations(shares, size):
+            if (share := sum(shares[role] for role in group)) > 0:
+                group_speeds = {device: speed for role in group for device, speed in speeds[role].items()}
+                rates.append(sum(group_speeds.values()) / share)
+    return min(rates)
 
 
 def _candidates(needs: Needs, plan: WorkerPlan, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
