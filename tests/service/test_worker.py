@@ -14,7 +14,8 @@ from tests.cli.conftest import Run
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Registered, StorageLocations
 from unfuse.planning.placement import Device
-from unfuse.service.plan import environment_of
+from unfuse.service.plan import ServingPlan, environment_of
+from unfuse.service.report import layout_lines
 from unfuse.service.settings import load
 from unfuse.service.worker import plan_here
 from unfuse.transfer.base import TransferEngine
@@ -100,10 +101,14 @@ def offered(results: str, mark: str = "", model: str = "unfuse/shapes") -> Regis
     return Registered(((model, model, "float32"),), StorageLocations(results, results_store_id=mark), 15.0, 1.0)
 
 
+def plan_for(welcome: Registered, workers: str) -> ServingPlan:
+    loaded = load({"worker.workers": workers, "compute.device": "cpu", "arena.bytes": 1 << 20})
+    return plan_here(loaded.settings, welcome)
+
+
 def planned(welcome: Registered, workers: str) -> list[str]:
     """The roles of the workers that are started for that offer."""
-    loaded = load({"worker.workers": workers, "compute.device": "cpu", "arena.bytes": 1 << 20})
-    return [worker.role for worker in plan_here(loaded.settings, welcome).workers]
+    return [worker.role for worker in plan_for(welcome, workers).workers]
 
 
 def test_auto_layout_omits_stages_that_need_unreachable_results() -> None:
@@ -114,6 +119,17 @@ def test_auto_layout_omits_stages_that_need_unreachable_results() -> None:
     assert planned(unseen, "split") == ["encoder", "denoiser"]
     with pytest.raises(ConfigError, match="no stage has the role decoder: roles are encoder, denoiser"):
         planned(unseen, "decoder=1")
+
+
+def test_layout_line_names_the_stages_that_run_without_results() -> None:
+    plan = plan_for(offered("disk:/nowhere", "a mark"), "auto")
+    layout, workers = layout_lines(plan)
+    assert f"{len(plan.workers)} × encoder+denoiser on cpu" in workers
+    assert layout == (
+        f"layout encoder+denoiser={len(plan.workers)}: each worker runs the stages of encoder and denoiser, since the "
+        "models fit in one worker, which gives the best utilization; other stages need the result folder, which this "
+        "machine cannot access"
+    )
 
 
 def test_planning_without_runnable_stages_raises_config_error() -> None:

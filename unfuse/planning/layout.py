@@ -85,6 +85,8 @@ class LayoutSearch(msgspec.Struct, frozen=True):
     measured: bool
     #: The roles of the models' stages.
     roles: tuple[str, ...] = ()
+    #: Whether the models have further stages, which need a result folder that this machine cannot access.
+    is_partial: bool = False
 
     @property
     def chosen(self) -> Layout:
@@ -100,6 +102,7 @@ class LayoutSearch(msgspec.Struct, frozen=True):
     def reason(self) -> str:
         """One line with the chosen layout and the reason."""
         workers = self.chosen.workers
+        stages = f"the stages of {' and '.join(self.roles)}" if self.is_partial else "all stages"
         main_role = workers.rpartition(",")[2].partition("=")[0]
         if self.chosen.max_loaded_models == "1":
             reason = "each worker loads one model at a time"
@@ -108,11 +111,16 @@ class LayoutSearch(msgspec.Struct, frozen=True):
             refusal = next((layout.refusal for layout in self.layouts if ALL_STAGES in layout.workers), "")
             reason = f"each stage has its own workers, since not all fit in one worker: {refusal.partition(';')[0]}"
         elif main_role != ALL_STAGES:
-            reason = f"workers run all stages on GPUs where all fit, and only {main_role} on the others"
+            reason = f"workers run {stages} on GPUs where all fit, and only {main_role} on the others"
         elif len(self.roles) == 1:
-            reason = f"each worker runs all stages, since all have the role {self.roles[0]}"
+            reason = f"each worker runs {stages}" + (
+                "" if self.is_partial else f", since all have the role {self.roles[0]}"
+            )
         else:
-            reason = "each worker runs all stages, since the models fit in one worker, which gives the best utilization"
+            reason = f"each worker runs {stages}, since the models fit in one worker, which gives the best utilization"
+        if self.is_partial:
+            text = self.chosen.text.replace(ALL_STAGES, "+".join(self.roles), 1)
+            return f"layout {text}: {reason}; other stages need the result folder, which this machine cannot access"
         return f"layout {self.chosen.text}: {reason}"
 
 

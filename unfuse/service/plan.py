@@ -243,6 +243,7 @@ def plan_models(
     layouts = None
     if wanted.auto:
         layouts = search_layouts([model.spec for model in models], needs, wanted, devices, host or HostResources())
+        layouts = replace(layouts, is_partial=not has_results)
         wanted = layouts.chosen.apply_to(wanted)
 
     try:
