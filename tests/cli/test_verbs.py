@@ -25,7 +25,7 @@ from tools.pages import parse_command
 from unfuse.cli import show
 from unfuse.cli.app import app
 from unfuse.cli.exit_codes import exit_code
-from unfuse.client import Client, connect
+from unfuse.client import Client, Request, connect
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import (
     ConfigError,
@@ -640,6 +640,20 @@ def test_unknown_request_id_exits_1(asking: Run) -> None:
     code, out, err = asking("requests", "show", "req_0")
     assert (code, out) == (1, "")
     assert "req_0" in err
+
+
+@pytest.mark.parametrize("verb", ["requests show", "requests cancel", "dead show", "dead rm", "dead retry"])
+def test_unknown_id_names_the_server_that_was_asked(asking: Run, idle: Client, verb: str) -> None:
+    code, out, err = asking(*verb.split(), "req_0")
+    assert (code, out) == (1, "")
+    assert "req_0" in err and err.endswith(f" (server: {idle.url})\n")
+
+
+def test_unknown_id_of_a_file_or_of_events_names_the_server(idle: Client) -> None:
+    unknown = Request(idle, {"id": "req_0"})
+    for call in (lambda: idle.download("/v1/requests/req_0/result/0"), lambda: list(unknown.events())):
+        with pytest.raises(NotFound, match=re.escape(f"(server: {idle.url})")):
+            call()
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from unfuse.core.request import Event
 def error_of(response: httpx2.Response) -> errors.UnfuseError:
     """Return the exception for an error response, chosen by its status and error code.
 
-    If the body is not in OpenAI's error format, its first 200 characters become the message.
+    If the body is not in OpenAI's error format, its first 200 characters become the message. The message for an unknown
+    id names the server, since another one may have the object.
     """
     try:
         body = json.loads(response.content)["error"]
@@ -49,8 +50,10 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
             return errors.InvalidParameter(message, param)
         case 401 | 403:
             return errors.ConfigError(message)
+        case 404 if code == "model_not_found":
+            return errors.UnknownModel(message, param)
         case 404:
-            return errors.UnknownModel(message, param) if code == "model_not_found" else errors.NotFound(message)
+            return errors.NotFound(message if code is None else f"{message} (server: {_server_of(response)})")
         case 429:
             return errors.Overloaded(message, _retry_after(response.headers.get("retry-after", "")))
         # Nothing was queued under the idempotency key: another key may belong to a reachable shard of the queue.
@@ -59,6 +62,12 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
         case 502 | 503 | 504:
             return errors.TransientError(message)
     return errors.PermanentError(message)
+
+
+def _server_of(response: httpx2.Response) -> str:
+    """Return the URL of the server that a response is from, without the path."""
+    url = response.request.url
+    return f"{url.scheme}://{url.netloc.decode()}"
 
 
 def _retry_after(header: str) -> float:
