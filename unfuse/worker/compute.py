@@ -33,6 +33,7 @@ from unfuse.core.errors import ConfigError, DeviceUnusable, PermanentError, Unfu
 from unfuse.core.messages import DeviceId
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, StageSpec
+from unfuse.core.retries import first_line
 from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage
@@ -45,7 +46,7 @@ from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
-from unfuse.worker.device_errors import device_failure, first_line, is_device_error
+from unfuse.worker.device_errors import device_failure, is_device_error
 from unfuse.worker.load_memory import explain_out_of_memory
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records

@@ -20,7 +20,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import OutOfMemory
 from unfuse.core.plan import Params
-from unfuse.core.retries import is_out_of_memory
+from unfuse.core.retries import first_line, is_out_of_memory
 from unfuse.core.task import Task
 from unfuse.worker.compute_messages import ROOMIER, about
 from unfuse.worker.job import Job
@@ -107,7 +107,7 @@ class MemoryLadder:
         except RuntimeError:  # the device does not answer
             others = 0
         size = size_of(task.params)
-        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         sentence = (
             f"the device does not have enough memory for {size or 'this request'} in stage {task.stage}, even alone: "
             f"{reason}; reduce the request ({'smaller size' if size else 'shorter text'}), or {ROOMIER}"
