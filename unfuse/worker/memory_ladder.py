@@ -11,7 +11,7 @@ Each failure takes the task one rung further, until its step succeeds or the tas
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import structlog
@@ -51,16 +51,16 @@ class MemoryLadder:
             log.warning("the cache of the device cannot be emptied", reason=str(failure))
 
     def next_rung(
-        self, batch: Sequence[Job], error: Exception, limit_size: Callable[[Hashable, int], None]
+        self, batch: Sequence[Job], error: Exception, limit_size: Callable[[int], None]
     ) -> OutOfMemory | None:
         """Take the next rung for a batch whose step has run out of memory.
 
-        `limit_size` halves the size of later batches of a key. Returns None if the step is computed again, else the
+        `limit_size` halves the size of later batches of its kind. Returns None if the step is computed again, else the
         error of its only task.
         """
         self.recover(error)
         if len(batch) > 1:
-            limit_size(batch[0].key, len(batch))
+            limit_size(len(batch))
             return None
         (job,) = batch
         if not job.repeats_step:
