@@ -84,7 +84,7 @@ def test_exact_only_refuses_tiles_but_not_slices() -> None:
     modes = VaeModes(square_tiles(), exact_only=True)
     mode = modes.reduce((4, 16, 16), AS_CONFIGURED, rows=2)
     assert mode == DecodeMode(True)
-    with pytest.raises(OutOfMemory, match="--exact-only refuses"):
+    with pytest.raises(OutOfMemory, match="--exact-only forbids"):
         modes.reduce((4, 16, 16), mode, rows=2)
 
 
