@@ -354,7 +354,7 @@ class Batches:
             self._synchronize()
             seconds = time.monotonic() - began
             self.sizes.measured(key, len(batch), seconds)
-            difference = self._ranks.difference(first_difference(alone, together) is not None)
+            difference = self._ranks.difference(lambda: first_difference(alone, together) is not None)
         except Exception as error:  # the tasks go on with their results alone
             task_error(error)
             if is_out_of_memory(error):
