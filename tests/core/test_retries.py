@@ -20,7 +20,7 @@ from unfuse.core.errors import (
     TransientError,
     UnsupportedRequest,
 )
-from unfuse.core.retries import RULES, rule_of, type_name
+from unfuse.core.retries import RULES, first_line, rule_of, type_name
 from unfuse.core.task import Claim
 from unfuse.worker.compute_messages import failure
 
@@ -107,3 +107,15 @@ def test_every_retry_rule_has_a_unique_cause() -> None:
 def test_type_name_is_qualified_except_for_builtins() -> None:
     assert type_name(KeyError()) == "KeyError"
     assert type_name(SafetensorError()) == f"{__name__}.SafetensorError"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("CUDA error: misaligned address\nFor debugging, set X"), "CUDA error: misaligned address"),
+        (RuntimeError("\n  out of memory\n"), "out of memory"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_first_line_of_an_error_names_its_type_if_it_has_no_text(error: Exception, line: str) -> None:
+    assert first_line(error) == line

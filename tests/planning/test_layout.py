@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
+from unfuse.core.compute_device import CONTEXT
 from unfuse.core.compute_options import ComputeOptions, MaxLoadedModels
 from unfuse.core.errors import ConfigError
 from unfuse.models import read_model_spec, resolve_source
 from unfuse.planning import layout
 from unfuse.planning.component_memory import ComponentMemory
 from unfuse.planning.layout import HostResources, LayoutSearch, predict_rate, role_shares, search_layouts
-from unfuse.planning.placement import CONTEXT, CPU, PROCESS, Device, PlacedWorker, WorkerPlan, place_workers
+from unfuse.planning.placement import CPU, PROCESS, Device, PlacedWorker, WorkerPlan, place_workers
 from unfuse.scheduler.costs import Costs
 
 GIB = 1 << 30

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from msgspec.structs import replace
 
+from unfuse.core.compute_device import CONTEXT
 from unfuse.core.compute_options import ComputeOptions, ParallelDegrees
 from unfuse.core.errors import ConfigError
 from unfuse.planning.component_memory import KV_CACHE, LAYER, ComponentMemory
 from unfuse.planning.placement import (
-    CONTEXT,
     CPU,
     EXCHANGE_BUFFERS,
     PROCESS,

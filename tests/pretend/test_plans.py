@@ -10,7 +10,7 @@ from tests.pretend.machine import PretendedMachine
 from tests.pretend.process import read_report
 from tools.server import computes_of, serving, until
 from tools.tiny_language import make_language_model
-from unfuse.planning.placement import CONTEXT
+from unfuse.core.compute_device import CONTEXT
 
 pytestmark = pytest.mark.slow
 

@@ -84,7 +84,7 @@ def test_exact_only_refuses_tiles_but_not_slices() -> None:
     modes = VaeModes(square_tiles(), exact_only=True)
     mode = modes.reduce((4, 16, 16), AS_CONFIGURED, rows=2)
     assert mode == DecodeMode(True)
-    with pytest.raises(OutOfMemory, match="--exact-only refuses"):
+    with pytest.raises(OutOfMemory, match="--exact-only forbids"):
         modes.reduce((4, 16, 16), mode, rows=2)
 
 
@@ -214,6 +214,22 @@ def test_step_that_another_rank_could_not_make_is_encoded_once() -> None:
     states = next_states(stage, states)
     assert [stage.progress(state) for state in states] == [(1, 1)] * 2
     assert [len(stage.finish(state).media) for state in states] == [1, 1]
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_ranks_have_equal_steps_after_one_of_them_ran_out_of_memory(frames: int) -> None:
+    ranks = [VaeDecode(Decoder(Vae(most=2000))), VaeDecode(Decoder(Vae(most=300)))]
+    states = [started(stage, frames) for stage in ranks]
+    ranks[0].step([states[0]])  # here it worked, but not on the other rank
+    with pytest.raises(torch.OutOfMemoryError):
+        ranks[1].step([states[1]])
+
+    for stage, state in zip(ranks, states, strict=True):
+        assert stage.reduce_memory(state) is state
+        while len({*stage.progress(state)}) > 1:
+            (state,) = next_states(stage, [state])
+    assert [stage.progress(state) for stage, state in zip(ranks, states, strict=True)] == [(1, 1)] * 2
+    assert [levels(stage, state) for stage, state in zip(ranks, states, strict=True)] == [[191] * frames] * 2
 
 
 def test_exact_only_fails_instead_of_decoding_in_tiles() -> None:

@@ -140,7 +140,9 @@ async def test_task_whose_input_was_lost_with_a_process_is_handed_back(tmp_path:
         await executor.close()
 
 
-async def test_stages_have_warmed_up_when_a_process_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stages_have_warmed_up_once_when_a_process_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outside.install(monkeypatch)
     monkeypatch.setenv("OUTSIDE_WARMED", str(warmed := tmp_path / "warmed"))
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
@@ -148,7 +150,7 @@ async def test_stages_have_warmed_up_when_a_process_is_ready(tmp_path: Path, mon
             [load(store, tmp_path, str(outside.model(tmp_path / "m")), "denoiser")], asyncio.Queue().put
         )
         await executor.start()
-        assert warmed.exists()
+        assert warmed.read_text() == "warm\n"
         await executor.close()
 
 

@@ -38,8 +38,12 @@ def test_device_that_does_not_answer_is_still_explained() -> None:
     def free() -> int:
         raise RuntimeError("device lost")
 
-    with pytest.raises(ConfigError, match="an unknown part of cuda:0"), explain_out_of_memory(str, "cuda:0", free):
-        raise MemoryError
+    for device, name in {"cuda:0": "cuda:0", "auto": "the device"}.items():
+        with (
+            pytest.raises(ConfigError, match=f"{name} has too little free memory; stop other programs"),
+            explain_out_of_memory(str, device, free),
+        ):
+            raise MemoryError
 
 
 def test_component_that_is_loaded_next_is_named_with_its_bytes(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
 from unfuse.core.messages import TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
+from unfuse.stages.bitwise import first_difference
 from unfuse.worker.batch_invariance import DIFFERENT, SETTLED_AFTER, TRUSTED_AFTER, InvarianceResults
 from unfuse.worker.compute import _check_agreement
 from unfuse.worker.compute_messages import (
@@ -310,6 +311,26 @@ def test_batch_that_differs_on_one_rank_is_not_shared_on_any(group: Make, sloppy
         assert isinstance(ranks.outcome(run), TaskCompleted)
     assert stages[0].batches == stages[1].batches
     assert sum(len(batch) > 1 for batch in stages[0].batches) <= 2
+
+
+def test_rank_that_cannot_compare_results_keeps_no_other_rank_waiting(
+    group: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = [Shared(), Shared()]
+    ranks = group(*stages, exact=True)
+    failed = list[int]()
+
+    def compare(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
+        if not failed:
+            failed.append(1)
+            raise MemoryError
+        return first_difference(alone, together)
+
+    monkeypatch.setattr("unfuse.worker.batches.first_difference", compare)
+    runs = [ranks.begin(tag=tag, steps=3) for tag in (1, 2)]
+    for run in runs:
+        assert isinstance(ranks.outcome(run), TaskCompleted)
+    assert failed and stages[0].batches == stages[1].batches
 
 
 def test_pool_becomes_batched_on_all_ranks_when_the_first_one_decides_so(group: Make) -> None:

@@ -506,6 +506,14 @@ def test_pool_with_three_differing_keys_falls_back_to_batched_where_allowed(tmp_
     assert not stage.exact
 
 
+def test_requests_of_other_exact_keys_share_a_forward_once_a_pool_is_batched(tmp_path: Path) -> None:
+    stage = Shared(sloppy=2)
+    loop = settled(tmp_path, stage, or_batched=True)
+    leases = [loop.run(tag=tag, steps=1) for tag in (41, 1)]
+    assert [found(loop, lease) for lease in leases] == [[41.5], [1.5]]
+    assert stage.batches == [[41, 1]]
+
+
 def test_comparison_that_a_rank_fails_shows_no_difference(tmp_path: Path) -> None:
     error = TimeoutError("rank 1 is gone")
     loop = exact(tmp_path, Shared(raises=lambda size: error if size == 2 else None), batch=2)

@@ -48,8 +48,8 @@ def compare(
     batches: Annotated[
         str,
         typer.Option(
-            help="Sizes of batches, such as 2,4,8. With it, batches of exact pools are compared with requests alone, "
-            "in place of diffusers with unfuse: the first function that changes bytes is named. [default: none]",
+            help="Compare batches of these sizes, such as 2,4,8, with requests alone, in place of unfuse with "
+            "diffusers. Names the first function that changes bytes. [default: none]",
             show_default=False,
         ),
     ] = "",

@@ -163,7 +163,9 @@ def _print_plan(plan: ServingPlan, data_dir: str) -> None:
         show.as_table(layout_rows(plan), ["layout", "rate", "refusal"], "no layout")
         typer.echo(f"{prediction_basis(plan)}\n")
     show.as_table(batching_rows(plan, data_dir), ["pool", "batching", "not_from", "time"], "no stage")
-    typer.echo("time: of each request in the largest batch that was compared here, over its time alone\n")
+    typer.echo(
+        "time: what a request takes in the largest batch that was compared here, divided by what it takes alone\n"
+    )
     for gain, _ in split_gains(plan):
         typer.echo(f"gain: {gain}")
     if plan.refusal or not plan.layouts:

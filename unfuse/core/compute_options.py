@@ -378,9 +378,9 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             description="exact: each request gets the same bytes as from the undivided pipeline; requests share a "
             "forward only where comparisons found no difference. batched: any requests may share a forward, and "
-            "results are equal within a small tolerance. exact-or-batched: exact, until comparisons of a "
-            "pool showed three differences; it is batched from then on. auto: batched for workers with only language "
-            "models, else exact."
+            "results are equal within a small tolerance. exact-or-batched: exact, until batches of three "
+            "kinds of requests changed bytes in a pool; it is batched from then on. auto: batched for workers with "
+            "only language models, else exact."
         ),
     ] = "auto"
     max_batch: Annotated[

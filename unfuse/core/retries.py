@@ -198,3 +198,11 @@ def type_name(error: BaseException) -> str:
     """Return the full name of an exception's type, as in tracebacks."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, or the name of its type.
+
+    The other lines of torch's errors are about debugging.
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

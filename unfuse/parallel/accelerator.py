@@ -7,11 +7,8 @@ import gc
 import torch
 from typing_extensions import override
 
-from unfuse.core.compute_device import ComputeDevice
+from unfuse.core.compute_device import CONTEXT, ComputeDevice
 from unfuse.parallel.devices import memory, reserved_bytes, set_current, synchronize
-
-#: GPU memory that a process uses for its context and the kernels of libraries, which torch does not count.
-CONTEXT = 512 << 20
 
 
 class Accelerator(ComputeDevice):

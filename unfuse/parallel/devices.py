@@ -16,12 +16,11 @@ import torch
 
 from unfuse.core.errors import ConfigError, DeviceUnusable
 from unfuse.core.messages import DeviceId
-from unfuse.core.retries import is_out_of_memory
+from unfuse.core.retries import first_line, is_out_of_memory
 
 #: The torch.distributed backend by which ranks exchange tensors, for each kind of accelerator that has one. Copies from
 #: pinned memory to these devices overlap with computing.
 EXCHANGES = {"cuda": "nccl", "xpu": "xccl"}
-
 
 #: Rows and columns of the matrices of a device's check.
 SIDE = 16
@@ -46,7 +45,7 @@ def is_present(name: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"--device {name}: torch {torch.__version__} has only {', '.join(['cpu', *accelerators()])}: use one of "
-            f"these, or install a build of torch for that kind of device ({str(error).splitlines()[0]})"
+            f"these, or install a build of torch for that kind of device ({first_line(error)})"
         ) from error
     return name
 
@@ -84,7 +83,7 @@ def check(name: str) -> None:
 
 def advice(name: str, error: RuntimeError) -> str:
     """Return the first line of an error of a device's check, and what to do."""
-    reason = str(error).strip().splitlines()[0]
+    reason = first_line(error)
     if is_out_of_memory(error):
         return f"{reason}: stop other processes on this device, or use another one"
     if "no kernel image" not in reason:
@@ -202,7 +201,7 @@ def describe_devices() -> dict[str, Any]:
             free, total = memory(name)
             gpu |= {"name": name_of(name), "memory": total, "free": free}
         except Exception as error:  # errors of drivers have no common base
-            problems.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            problems.append(f"{name}: {first_line(error)}")
         gpus.append(gpu)
     return {"gpus": gpus if names else [], "problem": "; ".join(problems)}
 

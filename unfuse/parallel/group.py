@@ -29,7 +29,7 @@ from torch.nn import functional
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute_options import OVERLAY_KINDS, PARALLEL_KINDS, ParallelDegrees
 from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, UnsupportedRequest
-from unfuse.core.retries import DEVICE, rule_of
+from unfuse.core.retries import DEVICE, first_line, rule_of
 from unfuse.parallel.devices import EXCHANGES, set_current
 from unfuse.parallel.exchange_times import ExchangeTimes
 
@@ -182,7 +182,7 @@ class Group:
         except RuntimeError as error:
             if rule_of(error) is DEVICE:
                 raise
-            self._exit(f"an exchange with other ranks failed: {str(error).splitlines()[0]}")
+            self._exit(f"an exchange with other ranks failed: {first_line(error)}")
 
     def _exit(self, reason: str) -> NoReturn:
         """Exit immediately, because an orderly exit would wait for other ranks."""

@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from unfuse.arena.limits import readable_bytes
+from unfuse.core.compute_device import CONTEXT
 from unfuse.core.compute_options import (
     SHARD,
     WEIGHT_SPLITTING_KINDS,
@@ -44,8 +45,6 @@ SPLIT = "split"
 #: The value of `--workers` for no worker.
 NONE = "none"
 
-#: GPU memory that a process takes before its first weight: the context, cuBLAS and cuDNN. Measured on an H100.
-CONTEXT = 727 << 20
 #: GPU memory of a rank for exchanges: NCCL's default buffers of 4 MiB, for at most 32 channels in 2 directions.
 EXCHANGE_BUFFERS = 2 * 32 * (4 << 20)
 SMALL_ARENA = 64 << 20  # the smallest arena that is advised

@@ -35,7 +35,10 @@ def compare_batches(
     """
     model = plan.models[0]
     if TEXT.is_supported_by(model.spec.limits):
-        raise UsageError(f"{model.spec.name} generates text: its requests never share a forward in an exact pool")
+        raise UsageError(
+            f"--batches: {model.spec.name} generates text, and such requests never share a forward in an exact pool: "
+            "choose a model for pictures or videos"
+        )
 
     worker = next(worker for worker in plan.workers if plan.worker_plan.goes_first(worker.role))
     threads, *_ = threads_to_try(plan)

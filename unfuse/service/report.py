@@ -10,10 +10,11 @@ from typing import Any
 
 from unfuse import __version__
 from unfuse.arena.limits import readable_bytes
+from unfuse.core.compute_device import CONTEXT
 from unfuse.core.modalities import IMAGE, UPLOAD, VIDEO
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.text_parameters import TEXT
-from unfuse.planning.placement import CONTEXT, CPU, PROCESS
+from unfuse.planning.placement import CPU, PROCESS
 from unfuse.server.served_models import ModelNames
 from unfuse.service.plan import ServingPlan
 

@@ -142,6 +142,8 @@ class VaeDecode(SteppedStage[VaeDecodeState]):
         if mode is None:
             return None
         state.mode = mode
+        if state.decoded > state.done:  # this step failed on another rank only, and all ranks continue alike
+            _drop_step(state)
         self._plan_steps(state)
         return state
 
@@ -227,6 +229,12 @@ def _add_frames(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeSta
     return state
 
 
+def _drop_step(state: VaeDecodeState) -> None:
+    """Drop the frames of a state that are decoded, but not counted as a step."""
+    state.frames -= state.unencoded.pop().frames
+    state.decoded = state.done
+
+
 class Pixels:
     """The uint8 frames of a video, on their way from the device to the host.
 
@@ -238,6 +246,8 @@ class Pixels:
 
     def __init__(self, video: Tensor) -> None:
         zero_to_one = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp_(0, 1).permute(0, 2, 3, 1).float()
+        #: The number of frames.
+        self.frames = video.shape[1]
         self._dtype = video.dtype
         frames = zero_to_one.mul(255).round_().to(torch.uint8, memory_format=torch.contiguous_format)
         self._copy = HostCopy(frames, zero_to_one.isfinite().all())

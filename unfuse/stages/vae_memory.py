@@ -43,7 +43,8 @@ ATTRIBUTES = (
     "tile_sample_stride_width",
 )
 
-REFUSAL = "in tiles it might fit, but tiles change pixels, which --exact-only refuses"
+#: Why a decode is not repeated in tiles.
+REFUSAL = "a decode in tiles might fit, but tiles change pixels, and --exact-only forbids that"
 
 
 class DecodeMode(NamedTuple):

@@ -169,7 +169,7 @@ def check(component: str, config: object, files: Iterable[Path], dtype: str, dev
         return
     if offload != "none":
         raise ConfigError(
-            f"{component} is quantized by torchao, which does not support --offload: add {component}=none to its value"
+            f"{component} is quantized by torchao, which does not support --offload: add {component}=none to --offload"
         )
     if device == "cpu" and (needs := sorted(ON_GPUS.intersection(_types(config)))):
         served = ", ".join(sorted(ANYWHERE))

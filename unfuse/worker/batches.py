@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -223,7 +224,7 @@ class Batches:
             return compatible[: self.sizes.size(first.key, len(compatible))], "together"
 
         if self._exactness.is_settled(first.lease.task.planned.pool) and first.key[-1] is not None:
-            return self._pick_settled(first, compatible, self._exactness.settled_mode)
+            return self._pick_settled(first, jobs, self._exactness.settled_mode)
 
         exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(compatible).bit_length() - 1))
         best = 0 if exact_key is None else self._exactness.largest(first.key, size)
@@ -241,14 +242,23 @@ class Batches:
         return compatible[:best], "together"
 
     def _pick_settled(
-        self, first: Job, compatible: list[Job], mode: Literal["alone", "batched"]
+        self, first: Job, jobs: Collection[Job], mode: Literal["alone", "batched"]
     ) -> tuple[list[Job], BatchMode]:
-        """Return the next batch of a settled pool, and how to compute it."""
+        """Return the next batch of a settled pool, and how to compute it.
+
+        A batched one has tasks of any exact batch key, as in batched pools.
+        """
         pool = first.lease.task.planned.pool
         if self.sharing.get(pool, BatchInvarianceStats()).mode != mode:
             self._record_sharing(first, BatchInvarianceStats(mode=mode))
             self.sizes.forget(pool)  # differences have limited the sizes of some keys
-        return (compatible[: self.sizes.size(first.key, len(compatible))] if mode == "batched" else [first]), mode
+        if mode == "alone":
+            return [first], mode
+        key = _size_key(first, mode)
+        required = key, first.priority, False
+        able = [job for job in jobs if job.key[-1] is not None]
+        compatible = [job for job in able if (_size_key(job, mode), job.priority, job.runs_alone) == required]
+        return compatible[: self.sizes.size(key, len(compatible))], mode
 
     def compute(self, batch: list[Job], mode: BatchMode) -> list[tuple[Job, Any]]:
         """Compute a step of a batch.
@@ -257,7 +267,7 @@ class Batches:
         jobs: they are picked again, alone or in a smaller batch.
         """
         stage = batch[0].stage
-        key = batch[0].key
+        key = _size_key(batch[0], mode)
         states = [job.state for job in batch]
         shares_forward = mode in ("together", "batched")
         size = len(batch) if shares_forward else 1
@@ -344,7 +354,7 @@ class Batches:
             self._synchronize()
             seconds = time.monotonic() - began
             self.sizes.measured(key, len(batch), seconds)
-            difference = self._ranks.difference(first_difference(alone, together) is not None)
+            difference = self._ranks.difference(lambda: first_difference(alone, together) is not None)
         except Exception as error:  # the tasks go on with their results alone
             task_error(error)
             if is_out_of_memory(error):
@@ -374,10 +384,19 @@ class Batches:
         """
         is_alone = len(batch) == 1 and (mode == "alone" or not batch[0].stage.differs_alone)
         if is_out_of_memory(error) and (is_alone or len(batch) > 1):
-            failed = self._memory_ladder.next_rung(batch, error, self.sizes.too_large)
+            limit_size = partial(self.sizes.too_large, _size_key(batch[0], mode))
+            failed = self._memory_ladder.next_rung(batch, error, limit_size)
             return [(batch[0], failed)] if failed else []
         if is_alone:
             return [(batch[0], error)]
         for job in batch:
             job.runs_alone = True
         return []
+
+
+def _size_key(job: Job, mode: BatchMode) -> Key:
+    """Return the key under which sizes of a job's batches are measured.
+
+    In batched mode, the exact batch key is left out.
+    """
+    return job.key[:-1] if mode == "batched" else job.key

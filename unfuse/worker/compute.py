@@ -33,6 +33,7 @@ from unfuse.core.errors import ConfigError, DeviceUnusable, PermanentError, Unfu
 from unfuse.core.messages import DeviceId
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, StageSpec
+from unfuse.core.retries import first_line
 from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage
@@ -45,7 +46,7 @@ from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy
-from unfuse.worker.device_errors import device_failure, first_line, is_device_error
+from unfuse.worker.device_errors import device_failure, is_device_error
 from unfuse.worker.load_memory import explain_out_of_memory
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
@@ -114,8 +115,6 @@ def compute(descriptor: int) -> None:
         load = replace(load, compute=replace(load.compute, batching=_batching(load)))
         group = _join_group(load)
         device, numerics, stages, plain = _load_stages(load, channel, group)
-        for stage in stages.values():
-            stage.warm_up()
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(messages.LoadFailed(str(error), by_device=isinstance(error, DeviceUnusable)))
         return
@@ -337,10 +336,8 @@ def _load_stages(
     """
     if load.data_dir:
         FINGERPRINTS.cache_in(Path(load.data_dir))
-    models, wanted = (
-        [(name, resolve_source(source), dtype) for name, source, dtype in load.models],
-        _stages_to_load(load),
-    )
+    models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
+    wanted = _stages_to_load(load)
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
 
     libraries = _libraries_of(models, load.choice)
@@ -348,10 +345,8 @@ def _load_stages(
         lambda: "the device context", load.compute.device, partial(free_bytes, load.compute.device)
     ):
         device = _device(load, bool(libraries))
-    flags, spreads = (
-        _set_kernel_flags(load, device) if libraries else {},
-        worker_parallelism(load.compute.parallel, load.choice.roles),
-    )
+    flags = _set_kernel_flags(load, device) if libraries else {}
+    spreads = worker_parallelism(load.compute.parallel, load.choice.roles)
     _require_dtypes(device, wanted.values())
     numerics = numerics_of(load, device, libraries) | flags
     _check_agreement(group, numerics, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from unfuse.core.retries import DEVICE, rule_of
+from unfuse.core.retries import DEVICE, first_line, rule_of
 from unfuse.worker.compute_messages import EVIDENCE_CHARS, DeviceFailed, sendable
 
 
@@ -30,8 +30,3 @@ def device_failure(error: BaseException, rank: int) -> DeviceFailed:
     """
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
     return DeviceFailed(getattr(error, "rank", rank), sendable(first_line(error)), sendable(evidence))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error, without the lines about debugging that torch adds."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError
-from unfuse.core.retries import is_out_of_memory
+from unfuse.core.retries import first_line, is_out_of_memory
 
 #: What a person can do about a GPU that is too small, and about too little host memory.
 ON_GPU = "stop other programs on it, choose another one with --device or --place, or use --offload or quantized weights"
@@ -26,14 +26,15 @@ def explain_out_of_memory(subject: Callable[[], str], device: str, free: Callabl
         cause = next((cause for cause in (error, error.__cause__) if cause and is_out_of_memory(cause)), None)
         if cause is None:
             raise
-        reason = (str(cause) or type(cause).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(cause).rstrip(".")
         raise ConfigError(f"out of memory while loading {subject()}: {room(device, free)} ({reason})") from error
 
 
 def room(device: str, free: Callable[[], int]) -> str:
     """Return how much memory is free, and what to do, as part of a sentence."""
+    name = "the device" if device == "auto" else device
     try:
-        free_bytes = readable_bytes(free())
-    except RuntimeError:  # the device does not answer
-        free_bytes = "an unknown part"
-    return f"{free_bytes} of {device} are free; {ON_HOST if device.startswith('cpu') else ON_GPU}"
+        state = f"{readable_bytes(free())} of {name} are free"
+    except RuntimeError:  # no device is chosen yet, or it does not answer
+        state = f"{name} has too little free memory"
+    return f"{state}; {ON_HOST if device.startswith('cpu') else ON_GPU}"

@@ -11,7 +11,7 @@ Each failure takes the task one rung further, until its step succeeds or the tas
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import structlog
@@ -20,7 +20,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import OutOfMemory
 from unfuse.core.plan import Params
-from unfuse.core.retries import is_out_of_memory
+from unfuse.core.retries import first_line, is_out_of_memory
 from unfuse.core.task import Task
 from unfuse.worker.compute_messages import ROOMIER, about
 from unfuse.worker.job import Job
@@ -51,16 +51,16 @@ class MemoryLadder:
             log.warning("the cache of the device cannot be emptied", reason=str(failure))
 
     def next_rung(
-        self, batch: Sequence[Job], error: Exception, limit_size: Callable[[Hashable, int], None]
+        self, batch: Sequence[Job], error: Exception, limit_size: Callable[[int], None]
     ) -> OutOfMemory | None:
         """Take the next rung for a batch whose step has run out of memory.
 
-        `limit_size` halves the size of later batches of a key. Returns None if the step is computed again, else the
+        `limit_size` halves the size of later batches of its kind. Returns None if the step is computed again, else the
         error of its only task.
         """
         self.recover(error)
         if len(batch) > 1:
-            limit_size(batch[0].key, len(batch))
+            limit_size(len(batch))
             return None
         (job,) = batch
         if not job.repeats_step:
@@ -107,7 +107,7 @@ class MemoryLadder:
         except RuntimeError:  # the device does not answer
             others = 0
         size = size_of(task.params)
-        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         sentence = (
             f"the device does not have enough memory for {size or 'this request'} in stage {task.stage}, even alone: "
             f"{reason}; reduce the request ({'smaller size' if size else 'shorter text'}), or {ROOMIER}"

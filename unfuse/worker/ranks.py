@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from unfuse.core.codec import decode, encode
+from unfuse.core.errors import OutOfMemory
 from unfuse.core.messages import RankTimes, TaskFailed
 from unfuse.worker.batch_invariance import DIFFERENT
 from unfuse.worker.compute_messages import StepPlan, TaskWaits
@@ -98,14 +99,22 @@ class Ranks:
             # exchanges on a GPU are known later, and may be those of the step before
             self._stepped_s += max(0.0, time.monotonic() - began - self.exchange_s + exchange_s_before)
 
-    def difference(self, is_different: bool) -> str:
+    def difference(self, compare: Callable[[], bool]) -> str:
         """Return what differs in a batch on any rank; "" if nothing does.
 
-        `is_different`: whether results differ on this rank. With several ranks, the text names the first that differs.
+        `compare`: returns whether results differ on this rank. With several ranks, the text names the first that
+        differs. Raises the error of `compare`; if another rank raised one, OutOfMemory, the most likely one.
         """
         if not self._others:
-            return DIFFERENT if is_different else ""
-        flags = self._others.exchange(b"!" if is_different else b"")
+            return DIFFERENT if compare() else ""
+        try:
+            flag = b"!" if compare() else b""
+        except Exception:  # the other ranks wait for the flag of this one
+            self._others.exchange(b"?")
+            raise
+        flags = self._others.exchange(flag)
+        if b"?" in flags:
+            raise OutOfMemory(f"rank {flags.index(b'?')} cannot compare the results")
         return f"{DIFFERENT} on rank {flags.index(b'!')}" if any(flags) else ""
 
 

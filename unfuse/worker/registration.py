@@ -157,7 +157,9 @@ def decide_served(registered: Registered, options: WorkerOptions, choice: StageS
         flags = " ".join(f"--{name} {value}" for name, value in registered.required_numerics.items())
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {flags}")
     if registered.exact_only and not compute.exact_only:
-        raise ConfigError("the server refuses results of other bytes: start this worker with --exact-only")
+        raise ConfigError(
+            "the server runs with --exact-only, which its workers need too: start this worker with --exact-only"
+        )
 
     offered, worker_dtype = {model[0]: model for model in registered.models}, compute.dtype
     requested = [offered.get(name, (name, name, worker_dtype)) for name in options.models]

@@ -403,7 +403,6 @@ class StepLoop:
         Waits for a step that is being encoded.
         """
         self._encoder.cancel(job)
-        """Release a job's inputs and its stage's state."""
         self._ended_stages.add(job.stage)
         job.opened.close()
         job.stage.release(job.state)
