@@ -13,6 +13,9 @@ class ComputeDevice:
     `unfuse.parallel.accelerator.Accelerator` is the same for a GPU.
     """
 
+    #: Whether the device counts the most bytes of tensors, so that the memory of a forward can be measured.
+    measures_peaks = False
+
     def reserved_bytes(self) -> int:
         """Return the bytes of GPU memory that this process uses."""
         return 0
@@ -24,6 +27,21 @@ class ComputeDevice:
     def used_by_others(self) -> int:
         """Return the bytes of GPU memory that other processes use."""
         return 0
+
+    def free_bytes(self) -> int:
+        """Return the bytes that this process can still use, its own cache included."""
+        return 0
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of GPU memory that tensors of this process use."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that tensors used at once since `reset_peak`."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Count the most bytes of tensors anew, without waiting for the device."""
 
     def empty_cache(self) -> None:
         """Return to the device what no tensor uses."""

@@ -20,6 +20,7 @@ class Accelerator(ComputeDevice):
     def __init__(self, device: str) -> None:
         self._device = device
         self._module = torch.get_device_module(torch.device(device))
+        self.measures_peaks = hasattr(self._module, "reset_peak_memory_stats")  # mps has no such function
 
     @override
     def reserved_bytes(self) -> int:
@@ -27,9 +28,20 @@ class Accelerator(ComputeDevice):
 
     @override
     def cached_bytes(self) -> int:
+        return self.reserved_bytes() - self.allocated_bytes()
+
+    @override
+    def allocated_bytes(self) -> int:
         allocated = getattr(self._module, "memory_allocated", None)
-        used = allocated(self._device) if allocated else self._module.current_allocated_memory()
-        return self.reserved_bytes() - int(used)
+        return int(allocated(self._device) if allocated else self._module.current_allocated_memory())
+
+    @override
+    def peak_bytes(self) -> int:
+        return int(self._module.max_memory_allocated(self._device))
+
+    @override
+    def reset_peak(self) -> None:
+        self._module.reset_peak_memory_stats(self._device)
 
     @override
     def used_by_others(self) -> int:
@@ -49,6 +61,6 @@ class Accelerator(ComputeDevice):
     def synchronize(self) -> None:
         synchronize(self._device)
 
+    @override
     def free_bytes(self) -> int:
-        """Return the bytes that this process can still use, its own cache included."""
         return memory(self._device)[0] + self.cached_bytes()

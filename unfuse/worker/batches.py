@@ -19,6 +19,7 @@ from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.retries import CONNECTION, is_out_of_memory, rule_of
 from unfuse.stages.bitwise import first_difference
 from unfuse.worker.batch_invariance import InvarianceResults, Key
+from unfuse.worker.batch_memory import BatchMemory
 from unfuse.worker.compute_messages import BatchMode
 from unfuse.worker.device_errors import task_error
 from unfuse.worker.job import Job
@@ -179,6 +180,7 @@ class Batches:
     - `synchronize`: waits until the device has computed all that was queued. Called before and after a forward of
       another key or size than the last one, whose time would be counted as its own otherwise.
     - `memory_ladder`: decides what follows when a forward runs out of memory.
+    - `memory`: predicts which sizes fit, so that forwards rarely run out of memory.
     """
 
     def __init__(
@@ -188,8 +190,10 @@ class Batches:
         ranks: Ranks,
         synchronize: Callable[[], object] = bool,
         memory_ladder: MemoryLadder | None = None,
+        memory: BatchMemory | None = None,
     ) -> None:
         self._memory_ladder = memory_ladder or MemoryLadder()
+        self._memory = memory or BatchMemory()
         largest = max_batch or DEFAULT_MAX_BATCH
         power_of_two = 1 << (largest.bit_length() - 1)  # exact pools use no other sizes, so that few are compared
         self.sizes, self._max_batch = BatchSizes(power_of_two if exactness else largest), max_batch
@@ -219,14 +223,15 @@ class Batches:
         required = first.key, first.priority, False
         compatible = [job for job in jobs if (job.key, job.priority, job.runs_alone) == required]
         if self._exactness is None and first.stage.all_together:
-            return compatible[: self.sizes.all(first.key, len(compatible), self._max_batch or LARGEST)], "together"
+            size = self.sizes.all(first.key, len(compatible), self._max_batch or LARGEST)
+            return compatible[: self._memory.largest(first.key, size)], "together"
         if self._exactness is None:
-            return compatible[: self.sizes.size(first.key, len(compatible))], "together"
+            return compatible[: self._size(first.key, len(compatible))], "together"
 
         if self._exactness.is_settled(first.lease.task.planned.pool) and first.key[-1] is not None:
             return self._pick_settled(first, jobs, self._exactness.settled_mode)
 
-        exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(compatible).bit_length() - 1))
+        exact_key, size = first.key[-1], self._size(first.key, 1 << (len(compatible).bit_length() - 1))
         best = 0 if exact_key is None else self._exactness.largest(first.key, size)
         if best < size and exact_key is not None:
             difference = self._exactness.find(first.key, size).difference
@@ -252,13 +257,20 @@ class Batches:
         if self.sharing.get(pool, BatchInvarianceStats()).mode != mode:
             self._record_sharing(first, BatchInvarianceStats(mode=mode))
             self.sizes.forget(pool)  # differences have limited the sizes of some keys
+            self._memory.forget(pool)
         if mode == "alone":
             return [first], mode
         key = _size_key(first, mode)
         required = key, first.priority, False
         able = [job for job in jobs if job.key[-1] is not None]
         compatible = [job for job in able if (_size_key(job, mode), job.priority, job.runs_alone) == required]
-        return compatible[: self.sizes.size(key, len(compatible))], mode
+        return compatible[: self._size(key, len(compatible))], mode
+
+    def _size(self, key: Key, waiting: int) -> int:
+        """Return the best size of the next batch among those that fit in memory."""
+        size = self.sizes.size(key, waiting)
+        fitting = self._memory.largest(key, size)
+        return size if fitting == size else self.sizes.size(key, fitting)
 
     def compute(self, batch: list[Job], mode: BatchMode) -> list[tuple[Job, Any]]:
         """Compute a step of a batch.
@@ -281,9 +293,9 @@ class Batches:
             stage.use_batched()
         try:
             results = (
-                self._step(stage.step, states)
+                self._step(stage.step, states, key, size)
                 if shares_forward
-                else [self._step(stage.step_alone, state) for state in states]
+                else [self._step(stage.step_alone, state, key) for state in states]
             )
             if is_timed_apart:
                 self._synchronize()
@@ -332,9 +344,9 @@ class Batches:
         if known | stats != known:
             self.sharing[pool] = known | stats
 
-    def _step(self, compute: Callable[[Any], Any], states: Any) -> Any:
-        """Compute a step on every rank."""
-        with self._ranks.together():
+    def _step(self, compute: Callable[[Any], Any], states: Any, key: Key, size: int = 1) -> Any:
+        """Compute a step of `size` tasks on every rank."""
+        with self._ranks.together(), self._memory.measure(key, size):
             return compute(states)
 
     def _compare(self, batch: list[Job], alone: Sequence[Any], alone_s: float) -> None:
@@ -350,7 +362,7 @@ class Batches:
         try:
             self._synchronize()
             began = time.monotonic()
-            together = self._step(stage.step, states)
+            together = self._step(stage.step, states, key, len(batch))
             self._synchronize()
             seconds = time.monotonic() - began
             self.sizes.measured(key, len(batch), seconds)

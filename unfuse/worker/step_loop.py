@@ -35,6 +35,7 @@ from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
+from unfuse.worker.batch_memory import BatchMemory
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
 from unfuse.worker.device_errors import task_error
@@ -123,7 +124,9 @@ class StepLoop:
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
         self._memory_ladder = MemoryLadder(device)
-        self._batches = Batches(batch, exactness, self._ranks, device.synchronize, self._memory_ladder)
+        self._batches = Batches(
+            batch, exactness, self._ranks, device.synchronize, self._memory_ladder, BatchMemory(device)
+        )
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device.reserved_bytes, send)
         self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped, device.select)
         self._encoder = EncoderThread(
