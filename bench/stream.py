@@ -85,7 +85,9 @@ def decode(vae: str, how: str, frames: int, side: int) -> dict[str, float]:
     decoder: Any = WanVae(cast(Any, SimpleNamespace(vae=lambda: _vae(vae), device=torch.device("cpu"))))
     config = decoder.vae.config
     if how == "at once":
-        decoder = SimpleNamespace(latents=decoder.latents, unpack=decoder.unpack, decode=decoder.decode)
+        decoder = SimpleNamespace(
+            vae=decoder.vae, latents=decoder.latents, unpack=decoder.unpack, decode=decoder.decode
+        )
     stage, edge = VaeDecode(decoder), side // config.scale_factor_spatial
     for length in (1, (frames - 1) // config.scale_factor_temporal + 1):
         given = torch.randn(1, config.z_dim, length, edge, edge)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.server import Server, serving
+from tools.server import Server, serving, until
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +76,7 @@ def test_pool_that_is_not_batch_invariant_compares_three_sizes_of_pictures(
             assert denoise_pool(server)["batch_invariance"]["mode"] == "compared"
             complete(server, side)
         complete(server, 128)
+        until(lambda: denoise_pool(server)["batch_invariance"]["mode"] == mode, "the worker to report the mode")
         pool = denoise_pool(server)
         invariance = pool["batch_invariance"]
         assert (invariance["largest"], invariance["mode"]) == (1, mode)
@@ -86,4 +87,5 @@ def test_pool_that_is_not_batch_invariant_compares_three_sizes_of_pictures(
 
         server.killed_and_started_again().ready()
         complete(server, 160)
+        until(lambda: denoise_pool(server)["batch_invariance"]["mode"] == mode, "the worker to report the mode again")
         assert denoise_pool(server)["batch_invariance"] == {"largest": 1, "differences": {}, "mode": mode}

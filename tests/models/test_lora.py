@@ -264,7 +264,7 @@ class TestRefusals:
         folder = undivided.folder("wan")
         card = find(folder).model_spec("m", folder)
         if option:
-            monkeypatch.setattr("unfuse.models.base.Loader._place", lambda _, model: model)  # as with a GPU
+            monkeypatch.setattr("unfuse.models.base.Loader._place", lambda _, model, *__, **___: model)  # as with a GPU
         else:
             monkeypatch.setitem(sys.modules, "peft", None)
         runtime = RuntimeOptions(

@@ -33,7 +33,7 @@ from unfuse.weights.shared import resident_tensors
 LIMIT_S = 60.0
 
 
-def _copied(loader: Loader, model: torch.nn.Module) -> torch.nn.Module:
+def _copied(loader: Loader, model: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
     for tensor in resident_tensors(model):
         tensor.data = tensor.data.clone()
     return model
