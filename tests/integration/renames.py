@@ -229,7 +229,7 @@ RENAMES = Renames(
     },
     added={
         "fields": {"vae": TILED, "max_video_pixels": PLANNED, "activations": PLANNED, "mode": SETTLED}
-        | dict.fromkeys(("device_failures", "index", "unhealthy_reason", "uuid"), NAMED),
+        | dict.fromkeys(("device_failures", "device_health", "unhealthy_reason"), NAMED),
         "metrics": {"unfuse_pool_not_batch_invariant": SETTLED, "unfuse_device_healthy": NAMED},
         "labels": dict.fromkeys(("index", "uuid", "worker"), NAMED),
         "settings": {"UNFUSE_COMPUTE__EXACT_ONLY": TILED, "UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32},

@@ -82,7 +82,7 @@ def test_no_request_fails_while_the_device_of_one_worker_does(places: str, reaso
         worker = check_no_request_is_lost(server, 60, lambda: break_device(first["pid"], places))
         assert worker["id"] == first["id"]
         assert worker["unhealthy_reason"].startswith(reason) and ERROR in worker["unhealthy_reason"]
-        assert worker["devices"] == [{"index": "cpu", "uuid": "", "healthy": False}]
+        assert worker["device_health"] == [{"index": "cpu", "uuid": "", "healthy": False}]
         if "load" in places:
             assert device_samples(server) == {first["id"]: 0.0, second["id"]: 1.0}
         assert "the device is unhealthy" in server.log()

@@ -28,7 +28,7 @@ def test_requests_complete_after_a_gpu_fails_in_mid_request(tmp_path: Path) -> N
         assert {stage["crashes"] + stage["failures"] for request in ended for stage in request["stages"]} == {0}
         assert len({server.result(request) for request in requests}) == 1
         devices = {
-            device["index"]: device["uuid"] for w in server.get("/v1/workers")["data"] for device in w["devices"]
+            device["index"]: device["uuid"] for w in server.get("/v1/workers")["data"] for device in w["device_health"]
         }
         assert devices.keys() == {"cuda:0", "cuda:1"}
         assert all(uuid.startswith("GPU-0000000") for uuid in devices.values())

@@ -228,7 +228,7 @@ def workers(server: Server = None, api_key: ApiKey = None, config: Config = None
     with connecting.client(server, api_key, config) as client:
         rows = client.workers()
     texts = [
-        {"ranks": _rank_seconds(row.get("ranks", ())), "devices": [*map(_device_name, row.get("devices", ()))]}
+        {"ranks": _rank_seconds(row.get("ranks", ())), "devices": [*map(_device_name, row.get("device_health", ()))]}
         for row in rows
     ]
     table_rows = rows if json else [row | text for row, text in zip(rows, texts, strict=True)]

@@ -161,7 +161,7 @@ async def workers(gateway: GatewayDep) -> dict[str, object]:
     """The registered workers and their state.
 
     A worker that sent no heartbeat for one lease time is not healthy until it sends another. A worker is also not
-    healthy while one of its devices fails: `unhealthy_reason` then names it, and `devices` shows which it is.
+    healthy while one of its devices fails: `unhealthy_reason` then names it, and `device_health` shows which it is.
     """
     public_name = gateway.names.public_name
     now = await gateway.queue.now()
@@ -184,7 +184,7 @@ def _worker_view(
         "node": info.node,
         "role": info.role,
         "device": info.device,
-        "devices": [
+        "device_health": [
             {"index": device.index, "uuid": device.uuid, "healthy": fault is None or fault.rank != rank}
             for rank, device in enumerate(info.devices)
         ],

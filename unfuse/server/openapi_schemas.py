@@ -169,7 +169,7 @@ WORKER = object_of(
         "node": TEXT,
         "role": TEXT,
         "device": TEXT,
-        "devices": array(object_of({"index": TEXT, "uuid": TEXT, "healthy": FLAG})),
+        "device_health": array(object_of({"index": TEXT, "uuid": TEXT, "healthy": FLAG})),
         "pools": array(TEXT),
         "loaded_model": nullable(TEXT),
         "numerics": map_of(TEXT),
