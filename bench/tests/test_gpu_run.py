@@ -118,7 +118,7 @@ def test_products_of_rows_that_do_not_fill_a_tile_are_those_of_the_plain_product
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["facts", "steps flux"])
+@pytest.mark.parametrize("part", ["facts", pytest.param("steps flux", marks=pytest.mark.nightly)])
 def test_part_runs_on_a_cpu_with_tiny_models(part: str, tmp_path: Path) -> None:
     command = ["-m", "bench.gpu", "--device", "cpu", "--tiny", "--folder", str(tmp_path), *part.split()]
     output = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True).stdout

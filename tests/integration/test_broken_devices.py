@@ -73,8 +73,15 @@ def check_no_request_is_lost(server: Server, requests: int, break_device: Callab
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "reason"),
-    [("run", "cpu failed 3 times without a completed task in between"), ("run load", "cpu cannot be used")],
-    ids=["check passes", "check fails"],
+    [
+        pytest.param(
+            "run",
+            "cpu failed 3 times without a completed task in between",
+            marks=pytest.mark.nightly,
+            id="check passes",
+        ),
+        pytest.param("run load", "cpu cannot be used", id="check fails"),
+    ],
 )
 def test_no_request_fails_while_the_device_of_one_worker_does(places: str, reason: str, tmp_path: Path) -> None:
     with breakable(tmp_path, workers=2) as (server, break_device):

@@ -65,7 +65,13 @@ def metric(server: Server, pool: str) -> str:
     return line.rpartition(" ")[2]
 
 
-@pytest.mark.parametrize(("batching", "mode"), [("exact", "alone"), ("exact-or-batched", "batched")])
+@pytest.mark.parametrize(
+    ("batching", "mode"),
+    [
+        pytest.param("exact", "alone", marks=pytest.mark.nightly),
+        ("exact-or-batched", "batched"),
+    ],
+)
 def test_pool_that_is_not_batch_invariant_compares_three_sizes_of_pictures(
     batching: str, mode: str, tmp_path: Path
 ) -> None:

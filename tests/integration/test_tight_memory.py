@@ -59,6 +59,7 @@ def test_tiled_answer_says_so_and_is_not_reused_and_denoising_runs_once(tmp_path
         assert server.log().count("the step is computed in smaller parts") == 1, "the size is known to need tiles"
 
 
+@pytest.mark.nightly  # models/test_decode_memory.py has it by day, without a server
 def test_exact_only_refuses_a_tiled_answer(tmp_path: Path) -> None:
     with serving(tmp_path, *ARGUMENTS, "--exact-only", **TIGHT) as server:
         server.ready()
@@ -66,5 +67,5 @@ def test_exact_only_refuses_a_tiled_answer(tmp_path: Path) -> None:
         assert request["status"] == "failed"
         assert request["error"]["code"] == "out_of_memory"
         assert "256x256" in request["error"]["message"]
-        assert "--exact-only refuses" in request["error"]["message"], json.dumps(request["error"])
+        assert "--exact-only forbids" in request["error"]["message"], json.dumps(request["error"])
         assert picture(server, "128x128")["status"] == "completed"

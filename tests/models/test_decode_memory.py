@@ -121,7 +121,7 @@ def test_decode_that_never_fits_and_exact_only_fail_the_request(kind: str, folde
     shape, frames = KINDS[kind]
     for options, most, says in (
         (ComputeOptions(), 4, "larger device"),
-        (ComputeOptions(exact_only=True), 8, "refuses"),
+        (ComputeOptions(exact_only=True), 8, "forbids"),
     ):
         stage, vae = stage_of(folder(kind), "vae_decode", options)
         with tight(vae, most):
@@ -143,7 +143,7 @@ def test_undivided_pipeline_repeats_only_its_decode(exact_only: bool, folder: An
         end, picture = decode.run()
     assert len(forwards) == 2 * FORWARDS, "the denoised latents were not lost"
     if exact_only:
-        assert isinstance(end, TaskFailed) and "--exact-only refuses" in end.message
+        assert isinstance(end, TaskFailed) and "--exact-only forbids" in end.message
         return
     assert isinstance(end, TaskCompleted) and end.vae == "tiled"
     assert (picture.shape, sides[:4]) == ((1, SIDE, SIDE, 3), [16, 16, 12, 8])

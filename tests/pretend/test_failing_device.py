@@ -14,6 +14,7 @@ from tools.tiny import build
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_requests_complete_after_a_gpu_fails_in_mid_request(tmp_path: Path) -> None:
     folder = build("flux", tmp_path / "flux")
     machine = PretendedMachine.create(tmp_path / "machine")
