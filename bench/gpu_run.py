@@ -34,7 +34,7 @@ END_S = 15.0
 START_S = 20.0
 
 #: Packages that every piece imports.
-PACKAGES = ("torch", "transformers", "diffusers", "msgspec", "structlog", "zmq", "fastapi", "xxhash", "PIL")
+PACKAGES = ("torch", "transformers", "diffusers", "msgspec", "structlog", "zmq", "fastapi", "uvloop", "xxhash", "PIL")
 
 
 def read_log(log: Path) -> dict[str, dict[str, Any]]:
