@@ -316,7 +316,15 @@ def test_batch_that_differs_on_one_rank_is_not_shared_on_any(group: Make, sloppy
 def test_rank_that_cannot_compare_results_keeps_no_other_rank_waiting(
     group: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = [Shared(), Shared()]
+    all_given = threading.Event()
+
+    class Waits(Shared):
+        """Starts no task before both were given, so that they share a forward however slow the test is."""
+
+        def verify(self, task: Any) -> None:
+            assert all_given.wait(WAIT_S)
+
+    stages = [Waits(), Waits()]
     ranks = group(*stages, exact=True)
     failed = list[int]()
 
@@ -328,6 +336,7 @@ def test_rank_that_cannot_compare_results_keeps_no_other_rank_waiting(
 
     monkeypatch.setattr("unfuse.worker.batches.first_difference", compare)
     runs = [ranks.begin(tag=tag, steps=3) for tag in (1, 2)]
+    all_given.set()
     for run in runs:
         assert isinstance(ranks.outcome(run), TaskCompleted)
     assert failed and stages[0].batches == stages[1].batches
