@@ -58,6 +58,17 @@ def test_restored_noise_scheduler_produces_identical_latents(kind: str, steps: i
     assert torch.equal(walk(other, kept, made, steps), expected)
 
 
+def test_state_saved_on_a_cpu_is_restored_on_another_device() -> None:
+    """The meta device stands for a GPU. Only single numbers may stay on the host."""
+    scheduler = fresh("unipc", 6)
+    walk(scheduler, torch.ones(1, 2), 0, 3)
+    restored = fresh("unipc", 6)
+    restore_scheduler(restored, *scheduler_state(scheduler, fresh("unipc", 6)), torch.device("meta"))
+    tensors = [restored.last_sample, *restored.model_outputs]
+    assert [tensor.device.type for tensor in tensors] == ["meta"] * 3
+    assert {step.device.type for step in restored.timestep_list} == {"cpu"}
+
+
 def test_first_order_noise_scheduler_state_is_only_its_step_index() -> None:
     scheduler = fresh("euler", 8)
     walk(scheduler, torch.ones(1, 2), 0, 3)

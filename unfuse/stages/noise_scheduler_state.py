@@ -31,7 +31,8 @@ def restore_scheduler(
 ) -> None:
     """Set the values that `scheduler_state` returned on a fresh scheduler.
 
-    Tensors that were on the CPU stay there; the others are copied to `device`.
+    Tensors are copied to `device`, whatever device they were saved on. Single numbers that were on the CPU stay there:
+    CUDA computes with them as they are.
     """
     for name, value in values.items():
         setattr(scheduler, name, _deserialize(value, tensors, device))
@@ -62,7 +63,7 @@ def _deserialize(value: Any, tensors: Mapping[str, Tensor | None], device: Any) 
     if isinstance(value, dict):
         tensor = tensors[value["tensor"]]
         assert tensor is not None
-        return tensor.clone() if value["cpu"] else tensor.to(device, copy=True)
+        return tensor.clone() if value["cpu"] and tensor.dim() == 0 else tensor.to(device, copy=True)
     if isinstance(value, list):
         return [_deserialize(item, tensors, device) for item in value]
     return value
