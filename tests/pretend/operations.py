@@ -37,6 +37,9 @@ CHECKED = ("_linalg_check_errors", "_linalg_solve_ex", "linalg_inv_ex")
 #: CUDA takes their indices from the host too, and copies them.
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 
+#: CUDA's attention returns its log-sum-exp for a multiple of this many queries.
+PADDED_QUERIES = 32
+
 #: They start no kernel, nor do views.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
 
@@ -149,7 +152,26 @@ def launches(func: Any) -> bool:
 
 
 def _on_the_cpu(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation, also of one that CUDA alone has: histograms of whole numbers."""
+    """The result of an operation, also of those that CUDA alone has."""
     if name == "histc" and not args[0].dtype.is_floating_point:
         return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    if name == "_scaled_dot_product_efficient_attention":
+        return _efficient_attention(*args, **kwargs)
     return func(*args, **kwargs)
+
+
+def _efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    computes_log_sum_exp: bool,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """What CUDA's kernel returns: the attention, the log-sum-exp with padded queries, and the state of its dropout."""
+    attended, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=bias, scale=scale
+    )
+    assert computes_log_sum_exp
+    padded = torch.nn.functional.pad(log_sum_exp, (0, -log_sum_exp.shape[-1] % PADDED_QUERIES), value=float("inf"))
+    return attended, padded, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
