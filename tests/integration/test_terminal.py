@@ -78,7 +78,7 @@ def screen(written: str) -> list[str]:
 
 def nothing_left(tmp_path: Path) -> bool:
     """Whether the data folder has at most what was learned of batches, and the temporary one nothing."""
-    learned = {"exactness.json", "exactness.lock"}
+    learned = {f"{name}.{ending}" for name in ("exactness", "batch-sizes") for ending in ("json", "lock")}
     return {path.name for path in (tmp_path / "data").iterdir()} <= learned and not [
         *(tmp_path / "tmp").glob("unfuse-passing-*")
     ]

@@ -14,7 +14,8 @@ from unfuse.scheduler.costs import _write
 from unfuse.stores.results import open_results, store_id
 from unfuse.weights.fingerprints import add_entry
 from unfuse.wire.keys import create_keys_if_missing
-from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.batch_invariance import InvarianceResults
+from unfuse.worker.batch_sizes import BatchSizesFile
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,10 @@ def write_invariance_results(data: Path) -> None:
     InvarianceResults(data / "exactness.json").record(("pool",), 2, "aten::addmm")
 
 
+def write_batch_sizes(data: Path) -> None:
+    BatchSizesFile(data / "batch-sizes.json").write(("pool",), {1: 1.0})
+
+
 def write_fingerprints(data: Path) -> None:
     add_entry(data / "fingerprints.json", dict, "file", "hash")
 
@@ -57,7 +62,16 @@ def write_keys(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "write", [write_queue, write_costs, write_invariance_results, write_fingerprints, write_result, write_keys]
+    "write",
+    [
+        write_queue,
+        write_costs,
+        write_invariance_results,
+        write_batch_sizes,
+        write_fingerprints,
+        write_result,
+        write_keys,
+    ],
 )
 def test_new_files_and_folders_are_for_their_owner_only(tmp_path: Path, write: object) -> None:
     data = tmp_path / "home" / "share" / "unfuse"

@@ -8,11 +8,12 @@ from itertools import cycle
 from pathlib import Path
 from random import Random
 from statistics import mode
+from tempfile import TemporaryDirectory
 
 from hypothesis import example, given, settings, strategies as st
 
 from tests.worker.test_step_loop import bench
-from unfuse.worker.batches import MAX_KEYS, SAMPLES, BatchSizes
+from unfuse.worker.batch_sizes import MAX_KEYS, SAMPLES, BatchSizes, BatchSizesFile
 
 SIZES = (1, 2, 4, 8)
 
@@ -32,10 +33,18 @@ class Device:
     same if there is `noise`; on its own clock.
     """
 
-    def __init__(self, most: int, cost: dict[int, float], noise: float = 0.0, random: Random | None = None) -> None:
+    def __init__(
+        self,
+        most: int,
+        cost: dict[int, float],
+        noise: float = 0.0,
+        random: Random | None = None,
+        file: Path | None = None,
+        scope: str = "",
+    ) -> None:
         self.cost, self.noise, self.random = cost, noise, random or Random(0)
         self.load: Callable[[int], float] = lambda size: 1.0
-        self.sizes = BatchSizes(most)
+        self.sizes = BatchSizes(most, BatchSizesFile(file, scope))
         self.now = 0.0
         self.forwards: list[Forward] = []
 
@@ -268,3 +277,43 @@ def test_device_is_awaited_only_around_a_forward_unlike_the_last_one(tmp_path: P
     for size in ("a", "a", "b"):
         loop.outcome(loop.run(steps=3, size=size))
     assert made_before == [0, 1, 6, 7]
+
+
+def test_measured_batch_sizes_are_used_from_the_first_request_after_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "batch-sizes.json"
+    before = Device(8, USUAL, file=file)
+    before.run(20)
+    assert Device(8, USUAL, file=file).run(10).count(8) >= 9
+    assert Device(8, USUAL, file=file, scope="another processor").run(4) == [1, 2, 4, 8]
+    assert Device(4, USUAL, file=file).run(1) == [4], "of a smaller limit, the largest"
+
+
+def test_stored_batch_sizes_are_corrected_if_they_are_of_another_load(tmp_path: Path) -> None:
+    file = tmp_path / "batch-sizes.json"
+    Device(8, USUAL, file=file).run(20)
+    device = Device(8, DISTURBED, file=file)
+    device.work(60)
+    assert device.run(20).count(1) >= 15
+    assert Device(8, DISTURBED, file=file).run(20).count(1) >= 15
+
+
+def test_processes_keep_the_batch_sizes_of_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "batch-sizes.json"
+    first, second = BatchSizesFile(file), BatchSizesFile(file)
+    first.write(("a", 1), {1: 1.0, 2: 0.6})
+    second.write(("b", 1), {1: 1.0, 2: 0.7})
+    assert [BatchSizesFile(file).read((name, 1)) for name in "ab"] == [{1: 1.0, 2: 0.6}, {1: 1.0, 2: 0.7}]
+
+
+@example(b'{"\'key\'": {"seconds": {"0": 1.0}}}')
+@example(b'{"\'key\'": {"seconds": {"2": 0.0}}}')
+@example(b'{"\'key\'": {"seconds": {"2": 1e999}}}')
+@example(b'{"\'key\'": {"seconds": {"1": 0.1, "2": -1.0}}}')
+@example(b"{\"'key'\": []}")
+@given(st.binary())
+def test_damaged_file_of_batch_sizes_only_costs_measurements(content: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "batch-sizes.json")
+        file.write_bytes(content)
+        assert Device(8, {1: 1.0, 2: 1.1, 4: 1.3, 8: 2.0}, file=file).run(4) == [1, 2, 4, 8]
+        assert Device(8, {1: 1.0, 2: 1.1, 4: 1.3, 8: 2.0}, file=file).run(1) == [8], "and the file is mended"

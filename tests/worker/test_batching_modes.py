@@ -41,7 +41,7 @@ def test_batching_follows_from_the_setting_and_the_families(
 
 @pytest.mark.parametrize(("batching", "mode"), [("exact", "alone"), ("exact-or-batched", "batched"), ("batched", None)])
 def test_settled_pool_is_batched_only_where_the_setting_allows_it(batching: Batching, mode: str | None) -> None:
-    results = _invariance_results(load(batching, "unfuse/shapes"), {})
+    results = _invariance_results(load(batching, "unfuse/shapes"), "")
     assert (results.settled_mode if results else None) == mode
 
 

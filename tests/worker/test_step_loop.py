@@ -33,7 +33,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.worker import step_loop
 from unfuse.worker.batch_invariance import SETTLED_AFTER, TRUSTED_AFTER, InvarianceResults
-from unfuse.worker.batches import BatchSizes
+from unfuse.worker.batch_sizes import BatchSizes
 from unfuse.worker.compute_messages import CancelTask, FromCompute, RunTask, StepPlan, TaskWaits
 from unfuse.worker.step_loop import StepLoop
 

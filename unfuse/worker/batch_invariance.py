@@ -12,7 +12,8 @@ import msgspec
 import structlog
 
 from unfuse.core.plan import readable_pool
-from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
+from unfuse.weights.fingerprints import MAX_ENTRIES
+from unfuse.worker.results_file import ResultsFile
 
 log = structlog.get_logger(__name__)
 
@@ -91,10 +92,10 @@ class InvarianceResults:
         *,
         or_batched: bool = False,
     ) -> None:
-        self._file = file
+        self._file = ResultsFile(file, InvarianceResult)
         self._scope = scope
         self._chance = chance
-        self._verdicts = self._read()
+        self._verdicts = self._file.read()
 
         #: How requests of a settled pool are computed.
         self.settled_mode: SettledMode = "batched" if or_batched else "alone"
@@ -162,7 +163,7 @@ class InvarianceResults:
 
         # Only a change of trust is written, because each write replaces the whole file.
         if after.is_trusted != before.is_trusted or difference:
-            self._write(self._name(key, size), after)
+            self._file.write(self._name(key, size), after)
 
     def _count_difference(self, pool: str, name: str) -> None:
         """Count a key with a difference, and log if it settles the pool."""
@@ -178,21 +179,3 @@ class InvarianceResults:
 
     def _name(self, key: Key, size: int) -> str:
         return f"{self._scope} {key!r} {size}".strip()
-
-    def _read(self) -> dict[str, InvarianceResult]:
-        try:
-            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, InvarianceResult]) if self._file else {}
-        except FileNotFoundError:
-            return {}
-        except (OSError, msgspec.MsgspecError) as error:
-            log.warning("the batch invariance results cannot be read", file=str(self._file), reason=str(error))
-            return {}
-
-    def _write(self, name: str, result: InvarianceResult) -> None:
-        """Add a result to the file. Results that other processes added meanwhile stay."""
-        if self._file is None:
-            return
-        try:
-            add_entry(self._file, self._read, name, result)
-        except OSError as error:
-            log.warning("the batch invariance results cannot be written", file=str(self._file), reason=str(error))

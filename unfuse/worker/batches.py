@@ -7,11 +7,8 @@ task (batch invariance).
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from statistics import median
 from typing import Any, Literal
 
 from unfuse.core.compute_options import DEFAULT_MAX_BATCH
@@ -20,6 +17,7 @@ from unfuse.core.retries import CONNECTION, is_out_of_memory, rule_of
 from unfuse.stages.bitwise import first_difference
 from unfuse.worker.batch_invariance import InvarianceResults, Key
 from unfuse.worker.batch_memory import BatchMemory
+from unfuse.worker.batch_sizes import BatchSizes, BatchSizesFile
 from unfuse.worker.compute_messages import BatchMode
 from unfuse.worker.device_errors import task_error
 from unfuse.worker.job import Job
@@ -28,147 +26,6 @@ from unfuse.worker.ranks import Ranks
 
 #: Most tasks in one forward of a stage that has `all_together`.
 LARGEST = 256
-
-#: A larger batch is better if a task takes at most this share of its time in the smaller one.
-GAIN = 0.95
-
-#: Number of latest forwards of each size that are remembered.
-SAMPLES = 5
-
-#: A forward this many times longer or shorter than the median of its size may mean another load.
-CHANGED = 1.5
-
-#: When an unused size is tried again. The wait, in seconds of forwards, is at least RETRY_S and at least RETRY × loss ×
-#: (remembered forwards)². So a size is tried again soon at first, and for a fortieth of the time once it is known.
-#: The loss is what the size's tasks take longer than in the best size, and at least the share LEAST of their forward:
-#: sizes that are about equal are not tried often.
-RETRY_S = 1.0
-RETRY = 1.6
-LEAST = 0.5
-
-#: Most keys whose batch sizes are remembered.
-MAX_KEYS = 256
-
-
-@dataclass
-class _Key:
-    """The measured batch sizes of one key."""
-
-    #: The largest size that is tried.
-    most: int
-
-    #: By batch size, the latest forwards: (`spent` after it, its seconds for each task).
-    samples: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
-
-    #: Seconds of all forwards so far.
-    spent: float = 0.0
-
-    #: Sizes whose last forward took much longer than usual (1) or much shorter (-1).
-    odd: dict[int, int] = field(default_factory=dict)
-
-    def seconds(self, size: int) -> float:
-        """Return the median seconds that a task takes in a forward of this size."""
-        return median(seconds for _, seconds in self.samples[size])
-
-    def best(self, sizes: list[int]) -> int:
-        """Return the best measured size of these ascending sizes, or the last one."""
-        best, *larger = [size for size in sizes if size in self.samples] or sizes[-1:]
-        for size in larger:
-            if self.seconds(size) <= GAIN * self.seconds(best):
-                best = size
-        return best
-
-    def is_due(self, size: int, best: int) -> bool:
-        """Return whether to try this size next instead of the best one.
-
-        A size that was not measured yet is always due.
-        """
-        if size not in self.samples:
-            return True
-        samples, seconds = self.samples[size], self.seconds(size)
-        loss = size * max(seconds - self.seconds(best), LEAST * seconds)
-        return self.spent - samples[-1][0] > max(RETRY_S, RETRY * len(samples) ** 2 * loss)
-
-    def add(self, size: int, seconds: float) -> None:
-        """Add a forward of this size with its seconds for each task.
-
-        An unusual forward is ignored. A second one in the same direction means that the load has changed. Then all
-        samples of all sizes are dropped, except this one.
-        """
-        usual = self.seconds(size) if size in self.samples else seconds
-        direction = (seconds > CHANGED * usual) - (CHANGED * seconds < usual)
-        self.spent += size * seconds
-
-        if direction and direction == self.odd.get(size):
-            self.samples.clear()
-            self.odd.clear()
-        elif direction:
-            self.odd[size] = direction
-            return
-
-        self.odd.pop(size, None)
-        self.samples.setdefault(size, deque(maxlen=SAMPLES)).append((self.spent, seconds))
-
-
-class BatchSizes:
-    """The best batch size of each key, by median seconds for a task.
-
-    Sizes are 1, 2, 4, … and `max_batch`, the largest. They are compared under one load. When two forwards of a size in
-    a row show that the load has changed, all medians are dropped, and the sizes next to the one in use are tried again.
-    """
-
-    def __init__(self, max_batch: int) -> None:
-        self._max_batch = max_batch
-        self._keys: dict[Hashable, _Key] = {}
-
-    def size(self, key: Hashable, waiting: int) -> int:
-        """Return how many of the `waiting` tasks of this key should share the next forward."""
-        sizes_of_key = self._of(key)
-        max_size = min(waiting, sizes_of_key.most)
-        if not sizes_of_key.samples:
-            return 1
-
-        sizes = [*(1 << power for power in range(max_size.bit_length()) if 1 << power < max_size), max_size]
-        if odd := sizes_of_key.odd.keys() & sizes:  # once more, to see whether it is another load
-            return min(odd)
-
-        # Only neighbors are tried, the larger first: after a change that does not matter, this costs two forwards.
-        best = sizes_of_key.best(sizes)
-        index = sizes.index(best)
-        neighbors = (*sizes[index + 1 : index + 2], *sizes[max(0, index - 1) : index])
-        return next(
-            (size for size in neighbors if best in sizes_of_key.samples and sizes_of_key.is_due(size, best)), best
-        )
-
-    def all(self, key: Hashable, waiting: int, max_batch: int) -> int:
-        """Return how many of the `waiting` tasks can share a forward, at most `max_batch`.
-
-        It is for stages with `all_together`: nothing is measured, and only memory limits the size.
-        """
-        return min(waiting, self._of(key, max_batch).most)
-
-    def measured(self, key: Hashable, size: int, seconds: float) -> None:
-        """Record the seconds that a batch of this size took."""
-        self._of(key).add(size, seconds / size)
-
-    def too_large(self, key: Hashable, size: int) -> None:
-        """Limit this key to half of `size`, which needs too much memory or changes bytes."""
-        sizes_of_key = self._of(key)
-        sizes_of_key.most = max(1, min(sizes_of_key.most, size // 2))
-
-    def forget(self, pool: str) -> None:
-        """Drop what was measured of this pool's keys, and the limits of their sizes."""
-        self._keys = {
-            key: entry for key, entry in self._keys.items() if not (isinstance(key, tuple) and key[0] == pool)
-        }
-
-    def _of(self, key: Hashable, max_batch: int = 0) -> _Key:
-        # The entry moves to the end, so that the least recently used one is dropped.
-        entry = self._keys.pop(key, None) or _Key(max_batch or self._max_batch)
-        self._keys[key] = entry
-        if len(self._keys) > MAX_KEYS:
-            del self._keys[next(iter(self._keys))]
-        return entry
 
 
 class Batches:
@@ -181,6 +38,7 @@ class Batches:
       another key or size than the last one, whose time would be counted as its own otherwise.
     - `memory_ladder`: decides what follows when a forward runs out of memory.
     - `memory`: predicts which sizes fit, so that forwards rarely run out of memory.
+    - `sizes_file`: the batch sizes that earlier processes measured.
     """
 
     def __init__(
@@ -191,12 +49,14 @@ class Batches:
         synchronize: Callable[[], object] = bool,
         memory_ladder: MemoryLadder | None = None,
         memory: BatchMemory | None = None,
+        sizes_file: BatchSizesFile | None = None,
     ) -> None:
         self._memory_ladder = memory_ladder or MemoryLadder()
         self._memory = memory or BatchMemory()
         largest = max_batch or DEFAULT_MAX_BATCH
         power_of_two = 1 << (largest.bit_length() - 1)  # exact pools use no other sizes, so that few are compared
-        self.sizes, self._max_batch = BatchSizes(power_of_two if exactness else largest), max_batch
+        self.sizes = BatchSizes(power_of_two if exactness else largest, sizes_file)
+        self._max_batch = max_batch
         self._exactness, self._ranks = exactness, ranks
         self._synchronize = synchronize
         self._measured: tuple[Key, int] | None = None  # the key and the size of the last forward

@@ -45,6 +45,7 @@ from unfuse.weights.gguf_model import open_files
 from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
+from unfuse.worker.batch_sizes import BatchSizesFile
 from unfuse.worker.checkpoints import CheckpointPolicy
 from unfuse.worker.device_errors import device_failure, is_device_error
 from unfuse.worker.load_memory import explain_out_of_memory
@@ -148,7 +149,7 @@ def _make_step_loop(
     channel: messages.ComputeChannel,
 ) -> StepLoop:
     """Return the step loop over the loaded stages."""
-    places = load.storage
+    places, scope = load.storage, _scope(numerics)
     store = TensorStore.create(
         places.store,
         owner=load.owner,
@@ -171,10 +172,11 @@ def _make_step_loop(
         plain,
         places.encodings,
         CheckpointPolicy.parse(places.checkpoint),
-        _invariance_results(load, numerics),
+        _invariance_results(load, scope),
         Ranks(group, channel.send),
         load.compute.loop == "overlapped",
         compute_device(device),
+        BatchSizesFile(_data_file(load, messages.BATCH_SIZES), scope) if load.rank == 0 else None,
     )
 
 
@@ -209,18 +211,27 @@ def compute_device(name: str) -> ComputeDevice:
     return Accelerator(name)
 
 
-def _invariance_results(load: messages.LoadModels, numerics: Mapping[str, str]) -> InvarianceResults | None:
-    """Return the invariance results of exact batching; None for other batching modes.
+def _scope(numerics: Mapping[str, str]) -> str:
+    """Return the scope of what is measured here.
 
-    Their scope has the numerics and the processor's name, since libraries choose kernels by it.
+    It has the numerics and the processor's name, since libraries choose kernels by it.
     """
-    if load.compute.batching == "batched":
-        return None
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     processor = next((line for line in lines if line.startswith("model name")), "")
-    scope = xxhash.xxh3_64_hexdigest(encode((sorted(numerics.items()), processor)))
-    file = Path(load.data_dir, messages.EXACTNESS) if load.data_dir else None
-    return InvarianceResults(file, scope, or_batched=load.compute.batching == "exact-or-batched")
+    return xxhash.xxh3_64_hexdigest(encode((sorted(numerics.items()), processor)))
+
+
+def _data_file(load: messages.LoadModels, name: str) -> Path | None:
+    """Return a file of the data folder; None without a data folder."""
+    return Path(load.data_dir, name) if load.data_dir else None
+
+
+def _invariance_results(load: messages.LoadModels, scope: str) -> InvarianceResults | None:
+    """Return the invariance results of exact batching; None for other batching modes."""
+    if load.compute.batching == "batched":
+        return None
+    or_batched = load.compute.batching == "exact-or-batched"
+    return InvarianceResults(_data_file(load, messages.EXACTNESS), scope, or_batched=or_batched)
 
 
 def _listen(

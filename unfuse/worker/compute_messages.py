@@ -48,6 +48,9 @@ batched: in one forward, and the stage does not aim at batch invariance any more
 #: The file in the data folder with the batch invariance results.
 EXACTNESS = "exactness.json"
 
+#: The file in the data folder with the measured batch sizes.
+BATCH_SIZES = "batch-sizes.json"
+
 #: The folder in the data folder with the LoRA adapters fetched from the scheduler.
 ADAPTER_FOLDER = "loras"
 

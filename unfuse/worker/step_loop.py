@@ -36,6 +36,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batch_invariance import InvarianceResults
 from unfuse.worker.batch_memory import BatchMemory
+from unfuse.worker.batch_sizes import BatchSizesFile
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
 from unfuse.worker.device_errors import task_error
@@ -97,6 +98,7 @@ class StepLoop:
     - `overlapped`: the next step is computed while the last one is reported, where the stage allows it. Files are
       encoded while the next steps are computed in any case.
     - `device`: the device that the stages compute on.
+    - `sizes_file`: the batch sizes that earlier processes measured.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class StepLoop:
         ranks: Ranks | None = None,
         overlapped: bool = False,
         device: ComputeDevice | None = None,
+        sizes_file: BatchSizesFile | None = None,
     ) -> None:
         device = device or ComputeDevice()
         self._ranks = ranks or Ranks()
@@ -125,7 +128,7 @@ class StepLoop:
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
         self._memory_ladder = MemoryLadder(device)
         self._batches = Batches(
-            batch, exactness, self._ranks, device.synchronize, self._memory_ladder, BatchMemory(device)
+            batch, exactness, self._ranks, device.synchronize, self._memory_ladder, BatchMemory(device), sizes_file
         )
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device.reserved_bytes, send)
         self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped, device.select)
