@@ -1,7 +1,10 @@
 """The life of an object: writing, sealed, deleted; and who keeps its bytes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from tools.server import until
 from unfuse.arena.extents import BuddyAllocator
 from unfuse.arena.objects import OBJECT_MOVES, Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
@@ -30,6 +33,17 @@ def test_object_can_be_held_only_after_sealing(table: ObjectTable) -> None:
         hold(table, extent)
     table.seal(extent.id)
     assert hold(table, extent) == extent
+
+
+@pytest.mark.parametrize("end", ["delete", "release"])
+def test_deleted_object_ends_the_wait_for_its_next_chunk(table: ObjectTable, end: str) -> None:
+    extent = table.create(100, REQUEST)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(table.written, extent.id, 0, 60.0)
+        until(waiting.running, "the wait to begin")
+        table.delete(extent.id) if end == "delete" else table.release(REQUEST)
+        with pytest.raises(ObjectLost):
+            waiting.result(20.0)
 
 
 def test_aborted_object_frees_its_memory_and_cannot_be_sealed(table: ObjectTable) -> None:

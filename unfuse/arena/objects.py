@@ -301,6 +301,7 @@ class ObjectTable:
         with self._lock:
             if id in self._entries:
                 self._delete(self._entries[id])
+        self._wake_waiters()
 
     def retain(self, id: str, name: str) -> None:
         """Keep an object until this name is released, too. Raises ObjectLost.
@@ -328,6 +329,7 @@ class ObjectTable:
                     entry.extent, entry.spare = msgspec.structs.replace(entry.extent, request=entry.shared.pop(0)), True
                 elif entry.extent.request == request:
                     self._delete(entry)
+        self._wake_waiters()
 
     def requests(self) -> frozenset[str]:
         """Return the requests, and other names, that keep objects."""
