@@ -6,7 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -16,8 +18,10 @@ from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern
 from unfuse.transfer import movers as movers_module, open_engine
+from unfuse.transfer.base import LinkBroken, TransferOptions
 from unfuse.transfer.movers import SessionThreads
 from unfuse.transfer.session import ArenaSink, Transfers
+from unfuse.transfer.tcp import OwnerConnection, PooledLink
 
 Kind = Callable[[], AbstractContextManager[str]]
 
@@ -198,3 +202,26 @@ def test_stop_cancels_unfinished_sessions() -> None:
     movers.stop()
     movers.join()
     assert [walk._left for walk in walks] == [0, 0, 0]
+
+
+def test_connection_that_opens_while_its_link_is_closed_is_closed() -> None:
+    opens, go_on = threading.Event(), threading.Event()
+    connection = MagicMock()
+
+    def open_slowly() -> OwnerConnection:
+        opens.set()
+        assert go_on.wait(20)
+        return connection
+
+    class Link(PooledLink[OwnerConnection]):
+        pull = MagicMock()
+
+    link = Link(open_slowly, "tcp://owner", TransferOptions())
+    with ThreadPoolExecutor(1) as threads:
+        ping = threads.submit(link.ping)
+        assert opens.wait(20)
+        link.close()
+        go_on.set()
+        with pytest.raises(LinkBroken, match="closed"):
+            ping.result(20)
+    assert [call[0] for call in connection.method_calls] == ["close"]

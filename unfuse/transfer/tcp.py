@@ -55,6 +55,9 @@ MAX_STRANGERS = 64
 #: Bytes received between two reports of progress.
 RECEIVE_BYTES = 256 * 1024
 
+#: The error of a link that was closed by its own process.
+CLOSED = "the connection is closed"
+
 Reply = TypeVar("Reply", bound=FromOwner)
 
 #: Delivers the bytes of a Pull to a peer.
@@ -151,7 +154,7 @@ class PooledLink(PeerLink, Generic[C]):
         """Return an idle connection that is alive, or a new one."""
         with self._lock:
             if self._closed:
-                raise ConnectionAbortedError("the connection is closed")
+                raise ConnectionAbortedError(CLOSED)
             while self._idle:
                 connection = self._idle.pop()
                 if connection.is_alive():
@@ -160,8 +163,11 @@ class PooledLink(PeerLink, Generic[C]):
                 connection.close()
         connection = self._open()  # without the lock, because it may take seconds
         with self._lock:
-            self._busy.add(connection)
-        return connection
+            if not self._closed:
+                self._busy.add(connection)
+                return connection
+        connection.close()
+        raise ConnectionAbortedError(CLOSED)
 
     def _put_back(self, connection: C, is_reusable: bool) -> None:
         """Return a connection to the pool, or close it."""
