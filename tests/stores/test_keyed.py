@@ -428,6 +428,24 @@ def test_damaged_durable_copy_raises_object_lost(durable: Durable, blobs: BlobSt
     blobs.drop(entry.folder)
 
 
+def test_copy_that_grows_while_it_is_read_raises_object_lost(
+    durable: Durable, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = durable()
+    ref = put(store, 1)
+    store.save(ref)
+    store.delete(ref)
+    read = type(blobs).read
+
+    def read_while_it_grows(blobs: BlobStore, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
+        nbytes, parts = read(blobs, folder, name)
+        return nbytes, iter([*parts, b"more", b"and more"])
+
+    monkeypatch.setattr(type(blobs), "read", read_while_it_grows)
+    with pytest.raises(ObjectLost):
+        store.get(ref)
+
+
 def test_damaged_object_is_read_from_its_durable_copy(durable: Durable) -> None:
     store = durable()
     ref = put(store, 7)

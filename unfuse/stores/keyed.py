@@ -171,9 +171,11 @@ class KeyedBackend(StorageBackend):
         memory, filled = np.empty(nbytes, np.uint8) if memory is None else memory, 0
         checksums = Checksums(memory)
         for part in parts:
-            memory[filled : filled + len(part)] = np.frombuffer(part, np.uint8)[: nbytes - filled]
+            if filled + len(part) > nbytes:  # another object has replaced it meanwhile
+                raise TransientError(f"more than the {nbytes} bytes of the object are stored")
+            memory[filled : filled + len(part)] = np.frombuffer(part, np.uint8)
             filled += len(part)
-            checksums.filled(min(filled, nbytes))
+            checksums.filled(filled)
         if filled != nbytes or (isinstance(object, ObjectRef) and checksums.finish() != object.checksums):
             raise TransientError("its bytes do not match its checksums")
         return memory
