@@ -251,13 +251,19 @@ def test_any_readable_costs_file_yields_finite_predictions(
     assert all(0 <= seconds < float("inf") for seconds in predicted(costs).values())
 
 
-async def test_unwritable_costs_folder_logs_a_warning(tmp_path: Path) -> None:
+async def test_costs_are_saved_once_their_folder_can_be_written_again(tmp_path: Path) -> None:
+    """Nothing more has to be learned for it. Meanwhile there is one warning, and not one for each try."""
     (tmp_path / "file").touch()
     costs = Costs(tmp_path / "file" / "costs.json")
     costs.learn(completed())
     with capture_logs() as logs:
         await costs.update_models()
+        await costs.update_models()
     assert [one["log_level"] for one in logs] == ["warning"]
+
+    (tmp_path / "file").unlink()
+    await costs.update_models()
+    assert predicted(Costs(tmp_path / "file" / "costs.json")) == pytest.approx(SECONDS)
 
 
 async def test_scheduler_saves_costs_on_close_and_the_next_one_loads_them(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ class Costs(Observer):
         self._clock = clock or SystemClock()
         self._path = path
         #: Whether the file has all that was learned.
-        self._is_saved = True
+        self._is_saved, self._save_failed = True, False
         #: Time models by pool and device.
         self._models: dict[str, dict[str, TimeModel]] = {}
         #: Ids of requests, in order; a dict as an ordered set.
@@ -221,7 +221,7 @@ class Costs(Observer):
     async def update_models(self) -> None:
         """Fit all models, and write the file if anything was learned.
 
-        The file is replaced atomically.
+        The file is replaced atomically. If it cannot be written, the next call tries again.
         """
         for model in (model for devices in self._models.values() for model in devices.values()):
             model.fit()
@@ -232,7 +232,15 @@ class Costs(Observer):
                 for pool, devices in self._models.items()
             }
             data = msgspec.json.encode(_Saved(1, list(self._learned), times, self.cold_starts))
-            await asyncio.to_thread(_write, self._path, data)
+            try:
+                await asyncio.to_thread(_write, self._path, data)
+            except OSError as error:
+                self._is_saved = False  # the next call tries again
+                if not self._save_failed:
+                    log.warning("stage costs cannot be saved", file=str(self._path), reason=str(error))
+                self._save_failed = True
+            else:
+                self._save_failed = False
 
     def learn(self, context: RequestContext) -> None:
         """Learn from the timings of a completed request. Each request is learned from once.
@@ -343,17 +351,17 @@ class Costs(Observer):
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Replace a file atomically. An error is logged."""
+    """Replace a file atomically. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         create_private_folder(path.parent)
         with open(temporary, "wb", opener=open_private) as file:
             file.write(data)
         temporary.replace(path)
-    except OSError as error:
+    except OSError:
         with suppress(OSError):
             temporary.unlink()
-        log.warning("stage costs cannot be saved", file=str(path), reason=str(error))
+        raise
 
 
 def last_cold_start(last: ColdStart | None, cold_start: ColdStart) -> ColdStart:
