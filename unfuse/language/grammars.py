@@ -219,8 +219,9 @@ class Grammars:
     def running(self) -> bool:
         """Whether the program that compiles grammars runs."""
         # The program's end of the socket is closed when it ends, before its exit status can be read.
+        control = self._control  # another thread may start a new program meanwhile
         try:
-            return self._control is not None and self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return control is not None and control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except OSError as error:
             return isinstance(error, BlockingIOError)
 
