@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planning.real_models import configuration
+from tests.planning.real_models import NAMES, configuration
 from unfuse.models.peaks import WORKSPACE_2D, WORKSPACE_3D, ForwardSize, component_peak, vae_peak
 
 GIB = 1 << 30
@@ -71,3 +71,9 @@ def test_sequences_of_tiles_need_less_than_a_whole_picture() -> None:
 )
 def test_peak_of_an_unreadable_configuration_is_unknown(component: str, config: dict[str, object]) -> None:
     assert component_peak(component, "Unknown", config, ForwardSize()) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_configuration_has_a_public_source(name: str) -> None:
+    for entry, component in configuration(name)["components"].items():
+        assert "config" not in component or component["source"].startswith(("github: ", "hub: ", "crate: ")), entry
