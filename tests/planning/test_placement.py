@@ -197,7 +197,7 @@ def test_out_of_memory_error_lists_needs_free_memory_and_options() -> None:
     )
     assert "has 32.0 GiB free" in text
     assert "cpu has 64.0 GiB free" in text
-    assert "it would fit with --offload model, or with --offload sequential, or with weights in fp8" in text
+    assert "it would fit with --offload model, or with --offload sequential, or with weights in GGUF Q8_0 for t" in text
     assert "or with --place encoder=cpu" in text
     assert "decoder=cpu" not in text
 
@@ -213,7 +213,25 @@ def test_refusal_names_two_changes_where_one_is_not_enough() -> None:
     busy = {**NEEDS, "decoder": (replace(VAE, activations=20 * GIB, tiled_activations=GIB),)}
     fixed = {role: tuple(replace(part, can_offload=False) for part in parts) for role, parts in busy.items()}
     text = refusal(fixed, replace(wanted(), shardable_roles=frozenset()), gpus(26))
-    assert "it would fit with --dtype vae=bfloat16 and weights in GGUF Q4_K" in text
+    assert "it would fit with --vae tiled and weights in GGUF Q4_K for transformer" in text
+
+
+def test_quantized_weights_are_suggested_only_where_they_are_served() -> None:
+    """GGUF is read for denoisers and language models, and torchao's weights are neither moved nor divided."""
+    text = refusal(NEEDS, wanted(), gpus(24))
+    assert "weights in int8 of torchao for text_encoder and transformer" in text
+    assert "GGUF Q4_K for transformer" in text
+    assert "GGUF Q4_K for text_encoder" not in text
+    assert "torchao" not in refusal(NEEDS, wanted(offload="model"), gpus(12))
+    parallel = replace(wanted(), compute=ComputeOptions(parallel="denoiser=shard:2"))
+    assert "weights in" not in refusal(NEEDS, parallel, gpus(12, 12))
+
+
+def test_second_change_is_not_suggested_where_the_first_is_enough() -> None:
+    large = {**NEEDS, "encoder": (replace(T5, bytes=30 * GIB),)}
+    text = refusal(large, replace(wanted(), shardable_roles=frozenset()), gpus(24))
+    assert "--offload sequential" in text
+    assert "--offload sequential and" not in text
 
 
 def test_worker_is_planned_with_the_largest_activations_of_its_components() -> None:

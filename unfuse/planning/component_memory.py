@@ -19,8 +19,15 @@ LAYER = 2 << 30  # more bytes than any layer of a served model takes; the larges
 #: The beginning of the advice to use files with quantized weights.
 QUANTIZE = "weights in"
 
-#: Such files, by the bytes of a number in relation to bfloat16. Q8_0 has 8.5 bits, and Q4_K 4.5.
-QUANTIZED = {"fp8 or GGUF Q8_0": 8.5 / 16, "GGUF Q4_K": 4.5 / 16}
+#: Such files, by the bytes of a number in relation to bfloat16: Q8_0 has 8.5 bits, Q4_K 4.5, int8 8 and scales.
+GGUF = {"GGUF Q8_0": 8.5 / 16, "GGUF Q4_K": 4.5 / 16}
+TORCHAO = {"int8 of torchao": 8.5 / 16}
+
+#: How the names of components begin whose weights can be a GGUF file: denoisers, and a language model.
+WITH_GGUF = "transformer", "unet", "model"
+
+#: The component of a language model, which torchao does not quantize here; also with an encoder of pictures.
+LANGUAGE = "model", "language", "vision"
 
 
 class ComponentMemory(msgspec.Struct, frozen=True):
@@ -128,17 +135,28 @@ def smaller_needs(needs: Needs, *, on_gpu: bool) -> Iterator[tuple[str, Needs]]:
         )
 
 
-def quantized_needs(needs: Needs) -> Iterator[tuple[str, Needs]]:
-    """Yield other files for the largest components, with the needs after each: (text, needs)."""
+def quantized_needs(needs: Needs, *, torchao: bool) -> Iterator[tuple[str, Needs]]:
+    """Yield other files for the largest components, with the needs after each: (text, needs).
 
-    def quantize(part: ComponentMemory, factor: float) -> ComponentMemory:
-        is_large = part.dtype == "bfloat16" and part.bytes > LAYER and part.component != KV_CACHE
-        if not is_large:
+    `torchao`: whether weights of torchao are offered, which can neither be offloaded nor divided.
+    """
+
+    def quantizable(part: ComponentMemory, kind: str) -> bool:
+        is_supported = part.component.startswith(WITH_GGUF) if kind in GGUF else part.component not in LANGUAGE
+        return is_supported and part.dtype == "bfloat16" and part.bytes > LAYER and part.component != KV_CACHE
+
+    def quantize(part: ComponentMemory, kind: str, factor: float) -> ComponentMemory:
+        if not quantizable(part, kind):
             return part
-        return replace(part, bytes=int(part.bytes * factor), tensor_parallel_bytes=0, mapped=False)
+        size = int(part.bytes * factor)
+        can_offload = part.can_offload and kind in GGUF
+        return replace(part, dtype=kind, bytes=size, tensor_parallel_bytes=0, mapped=False, can_offload=can_offload)
 
-    for text, factor in QUANTIZED.items():
-        yield f"{QUANTIZE} {text}", _changed(needs, partial(quantize, factor=factor))
+    for kind, factor in (GGUF | (TORCHAO if torchao else {})).items():
+        names = dict.fromkeys(part.component for parts in needs.values() for part in parts if quantizable(part, kind))
+        if names:
+            of = "" if [*names] == ["model"] else f" for {' and '.join(names)}"
+            yield f"{QUANTIZE} {kind}{of}", _changed(needs, partial(quantize, kind=kind, factor=factor))
 
 
 def _changed(needs: Needs, change: Callable[[ComponentMemory], ComponentMemory]) -> Needs:

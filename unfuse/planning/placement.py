@@ -406,18 +406,21 @@ def _advice(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> str:
     def fits(remedy: _Remedy) -> bool:
         return _fits(remedy.needs, remedy.plan, devices)
 
+    fitting = [remedy.text for remedy in remedies if fits(remedy)]
     # of several degrees of one kind of parallelism, the smallest
-    fitting = {remedy.text.partition(":")[0]: remedy.text for remedy in reversed(remedies) if fits(remedy)}
-    advice = [*reversed(fitting.values())]
-    # the second change is one of the plan with the first
-    pairs = (
-        f"{remedy.text} and {more.text}"
-        for remedy in remedies
-        for more in _remedies(remedy.needs, remedy.plan, devices)
-        if more.text != remedy.text and (not advice or more.text.startswith(QUANTIZE)) and fits(more)
-    )
-    if all(text.startswith(SLOW) for text in advice) and (pair := next(pairs, "")):
-        advice.append(pair)
+    smallest = {text.partition(":")[0]: text for text in reversed(fitting)}
+    advice = [*reversed(smallest.values())]
+    if all(text.startswith(SLOW) for text in advice):
+        # the second change is one of the plan with the first
+        pairs = [
+            (remedy.text, more.text)
+            for remedy in remedies
+            if remedy.text not in fitting
+            for more in _remedies(remedy.needs, remedy.plan, devices)
+            if more.text != remedy.text and (not advice or more.text.startswith(QUANTIZE)) and fits(more)
+        ]
+        pairs.sort(key=lambda pair: any(text.startswith(SLOW) for text in pair))
+        advice += [" and ".join(pair) for pair in pairs[:1]]
     if advice:
         return f"it would fit with {', or with '.join(advice)}"
     return (
@@ -474,7 +477,9 @@ def _remedies(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> Iter
     for offload in offloads:
         text = ",".join([offload, *(f"{component}=none" for component in fixed)])
         yield _Remedy(f"--offload {text}", needs, replace(plan, compute=replace(plan.compute, offload=text)))
-    yield from (_Remedy(text, changed, plan) for text, changed in quantized_needs(needs) if gpu_roles)
+    if gpu_roles and not spreads:  # quantized weights are not divided
+        offered = quantized_needs(needs, torchao=plan.compute.offload == "none")
+        yield from (_Remedy(text, changed, plan) for text, changed in offered)
 
     for role in gpu_roles:
         roles = roles_of(role)
