@@ -140,7 +140,7 @@ def test_task_that_never_fits_fails_in_a_sentence_and_others_complete(tmp_path: 
     assert (failed.kind, failed.reason, failed.error) == ("permanent", "out_of_memory", "")
     assert failed.message == (
         "the device does not have enough memory for 1024x768 in stage stage, even alone: CUDA out of memory; reduce "
-        "the request (smaller size), or serve with --offload model, or on a larger device"
+        "the request (smaller size), or use quantized weights, a larger device or, on a GPU, --offload"
     )
     assert "Traceback" in failed.evidence
     assert stage.tried == [0, 0, 1, 2]

@@ -368,9 +368,9 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offload: Annotated[
         str,
         Meta(
-            description="What is stored in pinned host memory while it is not used: nothing (none), whole components "
-            "(model), or each layer (sequential). For all components, or by component "
-            "(text_encoder=model,vae=model)."
+            description="What is stored in pinned host memory while the GPU does not use it: nothing (none), whole "
+            "components (model), or each layer (sequential), which is slower and needs least GPU memory. For all "
+            "components, or by component (text_encoder=model,vae=model). Results keep their bytes."
         ),
     ] = "none"
     batching: Annotated[
@@ -412,7 +412,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["whole", "sliced", "tiled"],
         Meta(
             description="How the VAE processes pictures: at once (whole), one by one (sliced), or in tiles (tiled), "
-            "which need less memory."
+            "which need less memory and change pixels near their borders."
         ),
     ] = "whole"
     exact_only: Annotated[

@@ -459,8 +459,8 @@ class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[
         int,
         bytes_setting(
-            "Memory of each worker for its KV cache. 0: on GPUs what weights and activations leave, on CPUs, and for "
-            "a worker that is started by itself, a quarter of the free memory.",
+            "Memory of each worker for its KV cache. 0: on GPUs 90 % of what weights and activations leave, on CPUs, "
+            "and for a worker that is started by itself, a quarter of the free memory.",
             flag="--kv",
         ),
     ] = 0

@@ -58,7 +58,7 @@ ADAPTER_FOLDER = "loras"
 EVIDENCE_CHARS = 4000
 
 #: The advice at the end of the message when the device has too little memory for a request.
-ROOMIER = "serve with --offload model, or on a larger device"
+ROOMIER = "use quantized weights, a larger device or, on a GPU, --offload"
 
 
 class LoadModels(msgspec.Struct, frozen=True, tag=True):
