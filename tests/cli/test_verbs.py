@@ -38,7 +38,7 @@ from unfuse.core.errors import (
 )
 from unfuse.core.plan import readable_pool
 from unfuse.models import find, resolve_source, served_classes
-from unfuse.planning.gpus import GpuSearch
+from unfuse.planning.gpus import Gpu, GpuSearch
 from unfuse.queues.base import QueueLimits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listen_unix, server_socket
@@ -439,6 +439,15 @@ def test_doctor_says_why_no_gpu_can_be_used(unfuse: Run, monkeypatch: pytest.Mon
     out = unfuse("doctor")[1]
     assert f"\nGPUs         none: computing on the CPU\nWARNING      {search.problem}\n" in out
     assert json.loads(unfuse("doctor", "--json")[1])["machine"]["gpu_problem"] == search.problem
+
+
+def test_doctor_lists_gpus_without_bfloat16_and_the_dtypes_there(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu("Tesla T4", 15 << 30, 14 << 30, compute_capability="7.5")
+    monkeypatch.setattr("unfuse.planning.machine.search_gpus", lambda: GpuSearch((gpu,)))
+    out = unfuse("doctor", "unfuse/shapes")[1]
+    assert "\nGPUs         Tesla T4 (14.0 GiB of 15.0 GiB free, no bfloat16)\n" in out
+    assert re.search(r"transformer +WanTransformer3DModel .* float16 ", out)
+    assert re.search(r"text_encoder +UMT5EncoderModel .* float32 ", out)
 
 
 def test_doctor_plans_for_another_machine_by_device_memory(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:

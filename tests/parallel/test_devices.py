@@ -27,7 +27,7 @@ MODULES = {
         get_device_name=lambda name: f"GPU {torch.device(name).index}",
         set_device=lambda name: None,
         current_device=lambda: 0,
-        get_device_properties=lambda index: SimpleNamespace(uuid=f"0000-{index}"),
+        get_device_properties=lambda index: SimpleNamespace(uuid=f"0000-{index}", major=7, minor=5),
     ),
     "mps": SimpleNamespace(recommended_max_memory=lambda: 9 << 30, driver_allocated_memory=lambda: 2 << 30),
 }
@@ -99,7 +99,7 @@ def test_described_device_that_fails_has_no_memory_and_a_reason(monkeypatch: pyt
     assert devices.describe_devices() == {
         "gpus": [
             {"name": "cuda:0", "memory": 0, "free": 0, "kind": "cuda"},
-            {"name": "GPU 1", "memory": 4 << 30, "free": 3 << 30, "kind": "cuda"},
+            {"name": "GPU 1", "memory": 4 << 30, "free": 3 << 30, "kind": "cuda", "compute_capability": "7.5"},
         ],
         "problem": "cuda:0: CUDA error: all CUDA-capable devices are busy or unavailable",
     }
@@ -122,6 +122,15 @@ def test_integrated_gpu_has_the_available_host_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "get_device_module", lambda device: integrated)
     free, total = devices.memory("cuda:0")
     assert (free > 1 << 20, total) == (True, 1 << 60)
+
+
+def test_only_nvidia_gpus_are_described_with_a_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
+    for kind, hip, capability in (("cuda", None, "7.5"), ("cuda", "6.4", ""), ("xpu", None, ""), ("mps", None, "")):
+        stand_in(kind, 1, monkeypatch)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        (gpu,) = devices.describe_devices()["gpus"]
+        assert gpu["compute_capability"] == capability
 
 
 @pytest.fixture

@@ -12,14 +12,19 @@ from unfuse.planning.gpus import Gpu, GpuSearch
 
 pytestmark = pytest.mark.slow
 
-A100 = "0, GPU-aa11, NVIDIA A100, 81920, 80000, Disabled"
-L4 = "1, GPU-bb22, NVIDIA L4, 24576, 1000, [N/A]"
+GIB = 1 << 30
+
+A100 = "0, GPU-aa11, NVIDIA A100, 81920, 80000, Disabled, 8.0"
+L4 = "1, GPU-bb22, NVIDIA L4, 24576, 1000, [N/A], 8.9"
 SLICE = '{"gpus":[{"name":"NVIDIA A100 MIG 1g.10gb","memory":7,"free":5,"kind":"cuda"}],"problem":""}'
 
 #: What nvidia-smi answers about GPUs that it cannot describe, and what is said of that.
 ODD = {
-    "echo '0, GPU-cc33, NVIDIA GB10, [N/A], [N/A], [N/A]'": "nvidia-smi reports '[N/A]' as the memory of NVIDIA GB10",
-    "echo '0, GPU-aa11, NVIDIA A100, 81920, 80000, Enabled'": "NVIDIA A100 is divided by MIG",
+    "echo '0, GPU-cc33, NVIDIA GB10, [N/A], [N/A], [N/A], 12.1'": (
+        "nvidia-smi reports '[N/A]' as the memory of NVIDIA GB10"
+    ),
+    "echo '0, GPU-aa11, NVIDIA A100, 81920, 80000, Enabled, 8.0'": "NVIDIA A100 is divided by MIG",
+    "echo '0, GPU-dd44, Tesla T4, 15360, 15000, [N/A], [N/A]'": "reports '[N/A]' as the compute capability of Tesla T4",
     'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9': (
         "nvidia-smi failed with exit code 9: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA"
     ),
@@ -59,6 +64,18 @@ def test_gpus_are_read_from_nvidia_smi(tool: Path) -> None:
 
     assert (first.name, first.memory, first.free) == ("NVIDIA A100", 80 << 30, 80000 << 20)
     assert second.free == 1000 << 20
+
+
+def test_gpus_before_compute_capability_8_have_no_bfloat16(tool: Path) -> None:
+    answer(tool, f"echo '0, GPU-dd44, Tesla T4, 15360, 15000, [N/A], 7.5'; echo '{L4}'")
+    assert [(gpu.compute_capability, gpu.has_bfloat16) for gpu in gpus.search_gpus().gpus] == [
+        ("7.5", False),
+        ("8.9", True),
+    ]
+    assert [device.has_bfloat16 for device in machine.usable_devices()] == [True, False, True]
+    elsewhere = machine.usable_devices({"cuda:0": GIB}, elsewhere=True)
+    assert [device.has_bfloat16 for device in elsewhere] == [True, True, True], "there, cuda:0 is another GPU"
+    assert Gpu("Instinct", 7, 5).has_bfloat16
 
 
 @pytest.mark.parametrize(

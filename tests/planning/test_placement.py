@@ -234,6 +234,18 @@ def test_second_change_is_not_suggested_where_the_first_is_enough() -> None:
     assert "--offload sequential and" not in text
 
 
+def test_refusal_advises_float16_on_gpus_without_bfloat16() -> None:
+    """As float32 is, of which the user knows: a dtype of 16 bits by hand."""
+    float32 = {role: tuple(part.stored_as("float32") for part in parts) for role, parts in NEEDS.items()}
+    devices = [replace(device, has_bfloat16=device.name == CPU) for device in gpus(40)]
+    assert "it would fit with --dtype float16,vae=float32 (which may overflow)" in refusal(float32, wanted(), devices)
+    safe = {role: tuple(replace(part, is_float16_safe=True) for part in parts) for role, parts in float32.items()}
+    text = refusal(safe, wanted(), devices)
+    assert "it would fit with --dtype float16,vae=float32, or with" in text
+    assert "bfloat16" not in text
+    assert "--dtype bfloat16" in refusal(safe, wanted(), gpus(40))
+
+
 def test_worker_is_planned_with_the_largest_activations_of_its_components() -> None:
     parts = (replace(T5, activations=GIB), replace(TRANSFORMER, activations=3 * GIB))
     worker = PlacedWorker("all", "cuda:0", parts)

@@ -19,10 +19,8 @@ from tests.pretend.streams import CurrentStreams, DeviceContext, DeviceEvent, De
 if TYPE_CHECKING:
     from tests.pretend.gpus import PretendedGpus
 
-#: What every pretended GPU says of itself: what an H100 says.
+#: What every pretended GPU says of itself, besides its compute capability: what an H100 says.
 PROPERTIES = {
-    "major": 9,
-    "minor": 0,
     "multi_processor_count": 132,
     "max_threads_per_multi_processor": 2048,
     "warp_size": 32,
@@ -65,7 +63,9 @@ class Cuda:
 
     def _properties(self, device: Any = None) -> SimpleNamespace:
         uuid = f"{self._device(device).index:08x}-0000-4000-8000-000000000000"
-        return SimpleNamespace(name=self._gpus.name, total_memory=self._memory.capacity, uuid=uuid, **PROPERTIES)
+        major, minor = self._gpus.capability
+        properties = PROPERTIES | {"major": major, "minor": minor, "total_memory": self._memory.capacity}
+        return SimpleNamespace(name=self._gpus.name, uuid=uuid, **properties)
 
     def _reader(self, bytes_by_device: Callable[[], Mapping[str, int]]) -> Callable[..., int]:
         """A function that reads a number of bytes of a device."""
@@ -121,7 +121,7 @@ class Cuda:
             "set_device": self._set_device,
             "device": self.Device,
             "get_device_name": lambda device=None: self._gpus.name,
-            "get_device_capability": lambda device=None: (PROPERTIES["major"], PROPERTIES["minor"]),
+            "get_device_capability": lambda device=None: self._gpus.capability,
             "get_device_properties": self._properties,
             "get_arch_list": lambda: ["sm_90"],
             "is_bf16_supported": lambda *_, **__: True,

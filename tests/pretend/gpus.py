@@ -33,14 +33,21 @@ GIB = 1 << 30
 class PretendedGpus:
     """A context in which torch has CUDA devices, in this thread and in threads that start meanwhile.
 
-    `count`, `capacity`, `name`: how many there are, and the bytes and the name of each.
+    `count`, `capacity`, `name`, `capability`: how many there are, and the bytes, name and compute capability of each.
     `folder`: where `order_faults` orders faults of this process; None: nowhere.
     """
 
     def __init__(
-        self, count: int = 2, capacity: int = 80 * GIB, name: str = "Pretended GPU", folder: Path | None = None
+        self,
+        count: int = 2,
+        capacity: int = 80 * GIB,
+        name: str = "Pretended GPU",
+        capability: str = "9.0",
+        folder: Path | None = None,
     ) -> None:
         self.name = name
+        major, minor = map(int, capability.split("."))
+        self.capability = major, minor
         self.memory = DeviceMemory(count, capacity)
         self.records = Records()
         self.faults = Faults(folder)

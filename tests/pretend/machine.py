@@ -25,12 +25,19 @@ class PretendedMachine:
 
     @classmethod
     def create(
-        cls, folder: Path, count: int = 2, capacity: int = 80 << 30, name: str = "Pretended GPU"
+        cls,
+        folder: Path,
+        count: int = 2,
+        capacity: int = 80 << 30,
+        name: str = "Pretended GPU",
+        capability: str = "9.0",
     ) -> PretendedMachine:
-        """Make one with so many GPUs, of so many bytes each."""
+        """Make one with so many GPUs, of so many bytes and of a compute capability each."""
         tools = folder / "bin"
         tools.mkdir(parents=True)
-        (folder / SETTINGS).write_text(json.dumps({"count": count, "capacity": capacity, "name": name}))
+        (folder / SETTINGS).write_text(
+            json.dumps({"count": count, "capacity": capacity, "name": name, "capability": capability})
+        )
         smi = tools / "nvidia-smi"
         smi.write_text(f'#!/bin/sh\nexec {sys.executable} -I {SMI} "$@"\n')
         smi.chmod(0o755)

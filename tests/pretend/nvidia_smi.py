@@ -21,7 +21,7 @@ def gpus(folder: Path) -> list[dict[str, str]]:
             "memory.free": mebibytes,
             "memory.used": "0",
             "driver_version": "580.00",
-            "compute_cap": "9.0",
+            "compute_cap": settings["capability"],
         }
         for index in range(settings["count"])
     ]

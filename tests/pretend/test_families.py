@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from tests.pretend.ceilings import exceeded, read
 from tests.pretend.families import Family, cases, options_of
 from tests.pretend.running import GPU, differing, held_by, run_request
 from tools import tiny
+from unfuse.core.compute_options import ComputeOptions
+from unfuse.planning.placement import CPU, Device, WorkerPlan
+from unfuse.service.plan import read_models
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +55,21 @@ def test_family_on_second_gpu_has_bytes_of_cpu_and_few_waits(kind: str, case: st
     assert exceeded(f"{kind} {case}", counts) == {}
     assert held_by(family.gpus).keys() == {GPU}
     assert family.gpus.records.streams.keys() <= {GPU}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "kind", ["wan", "wan-image", "wan-2.2", "flux", "kontext", "hunyuan-video", "sdxl", "sd3", "qwen-image"]
+)
+def test_family_has_bytes_of_cpu_in_the_dtypes_of_a_gpu_without_bfloat16(kind: str, tmp_path: Path) -> None:
+    """Some components are in float16 there, and others in float32."""
+    old_gpu = Device(CPU, 1 << 36), Device(GPU, 1 << 36, has_bfloat16=False)
+    wanted = WorkerPlan(None, {}, ComputeOptions(device=GPU))
+    (model,) = read_models([str(tiny.build(kind, tmp_path / "read" / kind))], "", wanted, old_gpu)
+    assert "float16" in model.dtypes or kind == "qwen-image"
+    family, params = Family(kind, tmp_path, dtype=model.dtypes), cases(kind)["plain"]
+    found, _ = family.measure(params)
+    assert differing(family.expected(params), found) == []
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.models.hub import serve
 from tests.worker import outside
@@ -19,18 +20,23 @@ from tools.tiny_vision import make_vision_model
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
-from unfuse.models import resolve_source
+from unfuse.models import read_model_spec, resolve_source
+from unfuse.models.float16 import float16_components
 from unfuse.planning.component_memory import ComponentMemory
 from unfuse.planning.placement import CPU, Device, PlacedWorker, WorkerPlan, parse_place
+from unfuse.service.dtypes import GpuRoles, explicit_dtypes
 from unfuse.service.options import plan_service, serve_options
-from unfuse.service.plan import PlannedModel, ServingPlan, components_by_role, explicit_dtypes, plan_models, read_models
+from unfuse.service.plan import PlannedModel, ServingPlan, components_by_role, plan_models, read_models
 from unfuse.service.settings import load
+from unfuse.stages.specs import UNDIVIDED
+from unfuse.weights.gguf_model import open_files
 
 GIB = 1 << 30
 SHAPES = "unfuse/shapes"
 HOST = (Device(CPU, 64 * GIB),)
 VAE, TEXT = ComponentMemory("vae", "float32", GIB), ComponentMemory("text_encoder", "float32", GIB)
 GPUS = (*HOST, Device("cuda:0", 80 * GIB), Device("cuda:1", 80 * GIB))
+OLD_GPUS = (*HOST, Device("cuda:0", 16 * GIB, has_bfloat16=False), Device("cuda:1", 80 * GIB))
 
 
 @pytest.fixture
@@ -127,6 +133,40 @@ def test_dtypes_follow_the_device_of_the_role_unless_they_are_given(
     assert tuple(dtypes(model)[name] for name in ("text_encoder", "transformer", "vae")) == expected
 
 
+@pytest.mark.parametrize(
+    ("want", "expected"),
+    [
+        (wanted(), ("float32", "float16", "float32")),
+        (wanted(device="cuda:1"), ("bfloat16", "bfloat16", "float32")),
+        (wanted(place="denoiser=cuda:0", device="cuda:1"), ("bfloat16", "float16", "float32")),
+        (wanted(place="denoiser=cuda:1", device="cuda:0"), ("float32", "bfloat16", "float32")),
+        (wanted(place="denoiser=cpu"), ("float32", "float32", "float32")),
+        (wanted("text_encoder=float16"), ("float16", "float16", "float32")),
+        (wanted("float16"), ("float16", "float16", "float16")),
+    ],
+)
+def test_gpu_without_bfloat16_gets_float16_where_it_cannot_overflow(
+    want: WorkerPlan, expected: tuple[str, str, str]
+) -> None:
+    """The text encoder is a UMT5, whose activations overflow in float16."""
+    (model,) = look(want, OLD_GPUS)
+    assert tuple(dtypes(model)[name] for name in ("text_encoder", "transformer", "vae")) == expected
+    denoiser = next(stage for stage in model.spec.pipeline.stages if stage.role == "denoiser")
+    assert {model.spec.dtypes[name] for name in denoiser.components} <= {expected[1], "float32"}, "a worker checks all"
+    assert model.spec.pools()["denoise"].endswith(":float16") == (expected[1] == "float16")
+
+
+def test_undivided_pipeline_computes_in_float16_as_a_whole_or_not_at_all() -> None:
+    spec = read_model_spec("mine", resolve_source(SHAPES))
+    whole = replace(UNDIVIDED, components=("unet", "text_encoder", "vae", "tokenizer"))
+    spec = replace(spec, pipeline=Pipeline((whole,)))
+    classes = {"unet": "UNet2DConditionModel", "text_encoder": "CLIPTextModel", "vae": "AutoencoderKL"}
+    roles = {whole.role}
+    assert float16_components(spec, classes, roles) == {"unet", "text_encoder"}
+    classes["text_encoder"] = "T5EncoderModel"
+    assert float16_components(spec, classes, roles) == set()
+
+
 def test_workers_derive_the_pools_of_the_gateway_from_its_dtypes() -> None:
     from unfuse.models import find
 
@@ -151,8 +191,9 @@ def test_invalid_dtype_option_raises_config_error(spec: str, says: str) -> None:
 
 def test_dtype_of_a_component_of_another_model_is_ignored() -> None:
     (model,) = look(wanted())
-    assert explicit_dtypes(model.spec, "other=float16,vae=float16", [])["vae"] == "float16"
-    assert "other" not in explicit_dtypes(model.spec, "other=float16", [])
+    files = open_files(model.folder)
+    assert explicit_dtypes(model.spec, "other=float16,vae=float16", GpuRoles(), files)["vae"] == "float16"
+    assert "other" not in explicit_dtypes(model.spec, "other=float16", GpuRoles(), files)
 
 
 def test_components_of_shared_pools_are_planned_once(sibling: str) -> None:

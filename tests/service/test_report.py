@@ -87,6 +87,17 @@ def test_start_screen_lists_models_workers_and_memory() -> None:
     assert len(lines) == 2
 
 
+def test_start_screen_lists_dtypes_on_gpus_without_bfloat16() -> None:
+    parts = ComponentMemory("transformer", "float16", 1), ComponentMemory("text_encoder_2", "float32", 1)
+    workers = tuple(PlacedWorker("all", device, parts) for device in ("cuda:0", "cuda:1"))
+    devices = Device("cuda:0", 1 << 40, has_bfloat16=False), Device("cuda:1", 1 << 40)
+    plan = replace(planned(PICTURES, workers=workers), devices=devices)
+    line = "cuda:0 without bfloat16, so dtypes are: transformer float16, text_encoder_2 float32"
+    assert line in StartScreen(plan, {}, keyed=False).opening()
+    plan = replace(plan, workers=workers[1:])
+    assert line not in StartScreen(plan, {}, keyed=False).opening()
+
+
 def test_start_screen_explains_undivided_models_and_missing_workers() -> None:
     lines = StartScreen(planned(replace(PICTURES, undivided_reason="it is whole")), {}, keyed=False).opening()
     assert lines[1:] == [

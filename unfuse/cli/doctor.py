@@ -191,7 +191,9 @@ def show_checks(settings: Settings, json: bool) -> NoReturn:
 def print_machine(machine: Machine) -> None:
     """Print the system, processors, memory, GPUs, libraries and ports of this machine."""
     gpus = ", ".join(
-        f"{gpu.name} ({readable_bytes(gpu.free)} of {readable_bytes(gpu.memory)} free)" for gpu in machine.gpus
+        f"{gpu.name} ({readable_bytes(gpu.free)} of {readable_bytes(gpu.memory)} free"
+        f"{'' if gpu.has_bfloat16 else ', no bfloat16'})"
+        for gpu in machine.gpus
     )
     facts = {
         "system": f"{machine.system}, Python {machine.python}",

@@ -6,6 +6,9 @@ from __future__ import annotations
 #: Measured on an H100.
 CONTEXT = 727 << 20
 
+#: The first compute capability of NVIDIA GPUs with instructions for bfloat16 (Ampere).
+BFLOAT16_CAPABILITY = (8, 0)
+
 
 class ComputeDevice:
     """A CPU: it queues no work, and its allocator caches nothing that other processes need.

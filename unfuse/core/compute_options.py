@@ -338,7 +338,8 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             description="Data type of the weights, for all components or by component (bfloat16,vae=float32). auto: "
-            "float32 on a CPU; on a GPU bfloat16, and float32 for the VAE."
+            "float32 on a CPU; on a GPU bfloat16, and float32 for the VAE. On an NVIDIA GPU without bfloat16: float16, "
+            "and float32 for components that may overflow."
         ),
     ] = "auto"
     parallel: Annotated[

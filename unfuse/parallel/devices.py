@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from unfuse.core.compute_device import BFLOAT16_CAPABILITY
 from unfuse.core.errors import ConfigError, DeviceUnusable
 from unfuse.core.messages import DeviceId
 from unfuse.core.retries import first_line, is_out_of_memory
@@ -24,9 +25,6 @@ EXCHANGES = {"cuda": "nccl", "xpu": "xccl"}
 
 #: Rows and columns of the matrices of a device's check.
 SIDE = 16
-
-#: The first compute capability of NVIDIA GPUs with instructions for bfloat16 (Ampere).
-BFLOAT16_CAPABILITY = (8, 0)
 
 
 def accelerators() -> list[str]:
@@ -154,11 +152,7 @@ def _is_integrated(device: str) -> bool:
 
     CUDA then counts the page cache as used, though the kernel frees it on demand.
     """
-    device_module = torch.get_device_module(torch.device(device))
-    properties = (
-        device_module.get_device_properties(device) if hasattr(device_module, "get_device_properties") else None
-    )
-    return bool(getattr(properties, "is_integrated", False))
+    return bool(getattr(_properties(device), "is_integrated", False))
 
 
 def _available_host_memory() -> int:
@@ -199,11 +193,25 @@ def describe_devices() -> dict[str, Any]:
         try:
             torch.empty(0, device=name)
             free, total = memory(name)
-            gpu |= {"name": name_of(name), "memory": total, "free": free}
+            gpu |= {"name": name_of(name), "memory": total, "free": free, "compute_capability": _capability(name)}
         except Exception as error:  # errors of drivers have no common base
             problems.append(f"{name}: {first_line(error)}")
         gpus.append(gpu)
     return {"gpus": gpus if names else [], "problem": "; ".join(problems)}
+
+
+def _capability(device: str) -> str:
+    """Return the compute capability of an NVIDIA GPU, such as "7.5"; "" for other devices."""
+    properties = _properties(device)
+    if torch.device(device).type != "cuda" or torch.version.hip is not None or not hasattr(properties, "major"):
+        return ""
+    return f"{properties.major}.{properties.minor}"
+
+
+def _properties(device: str) -> Any:
+    """Return what torch reports of a device; None for kinds of devices without properties."""
+    device_module = torch.get_device_module(torch.device(device))
+    return device_module.get_device_properties(device) if hasattr(device_module, "get_device_properties") else None
 
 
 def synchronize(device: str) -> None:

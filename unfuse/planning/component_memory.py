@@ -55,16 +55,18 @@ class ComponentMemory(msgspec.Struct, frozen=True):
     activations: int = 0
     #: The same with `--vae tiled`.
     tiled_activations: int = 0
+    #: Whether its class is known to compute in float16 without overflow.
+    is_float16_safe: bool = False
     #: Bytes of the VAE that its worker loads for the first preview, unless it has the VAE anyway.
     preview_bytes: int = 0
 
     def stored_as(self, dtype: str) -> ComponentMemory:
-        """Return the component in float32 or bfloat16; unchanged if it cannot have that dtype.
+        """Return the component in this dtype; unchanged if it cannot have that dtype.
 
-        Only a float32 component that is no VAE can be bfloat16.
+        Only a float32 component that is no VAE can have a smaller dtype.
         """
-        can_be_bfloat16 = self.dtype == "float32" and not self.component.startswith("vae")
-        if self.dtype == dtype or not (can_be_bfloat16 or dtype == "float32"):
+        can_be_smaller = self.dtype == "float32" and not self.component.startswith("vae")
+        if self.dtype == dtype or not (can_be_smaller or dtype == "float32"):
             return self
         return replace(self.scaled(2 if dtype == "float32" else 1 / 2), dtype=dtype, mapped=False)
 
@@ -100,22 +102,14 @@ Needs = Mapping[str, tuple[ComponentMemory, ...]]
 """The components that each worker of a role loads, by role."""
 
 
-def smaller_needs(needs: Needs, *, on_gpu: bool) -> Iterator[tuple[str, Needs]]:
-    """Yield changes of how components are loaded and used, each with its needs."""
-    yield "--dtype bfloat16", _changed(needs, lambda part: part.stored_as("bfloat16"))
+def smaller_needs(needs: Needs, *, on_gpu: bool, has_bfloat16: bool = True) -> Iterator[tuple[str, Needs]]:
+    """Yield changes of how components are loaded and used, each with its needs.
+
+    `has_bfloat16`: whether all GPUs compute in bfloat16.
+    """
+    yield from _smaller_dtypes(needs, on_gpu=on_gpu, has_bfloat16=has_bfloat16)
     if not on_gpu:
         return
-    yield (
-        "--dtype vae=bfloat16",
-        _changed(
-            needs,
-            lambda part: (
-                replace(part.scaled(1 / 2), dtype="bfloat16")
-                if part.component.startswith("vae") and part.dtype == "float32"
-                else part
-            ),
-        ),
-    )
     yield "--vae tiled", _changed(needs, lambda part: replace(part, activations=part.tiled_activations))
     yield (
         "half the pixels in serving.json",
@@ -135,6 +129,29 @@ def smaller_needs(needs: Needs, *, on_gpu: bool) -> Iterator[tuple[str, Needs]]:
         )
 
 
+def _smaller_dtypes(needs: Needs, *, on_gpu: bool, has_bfloat16: bool) -> Iterator[tuple[str, Needs]]:
+    """Yield smaller dtypes of components, each with the needs."""
+    if not has_bfloat16:
+        changed = _changed(needs, lambda part: part.stored_as("float16"))
+        pairs = ((part, new) for role, parts in needs.items() for part, new in zip(parts, changed[role], strict=True))
+        overflows = any(part != new and not part.is_float16_safe for part, new in pairs)
+        yield "--dtype float16,vae=float32" + (" (which may overflow)" if overflows else ""), changed
+        return
+    yield "--dtype bfloat16", _changed(needs, lambda part: part.stored_as("bfloat16"))
+    if on_gpu:
+        yield (
+            "--dtype vae=bfloat16",
+            _changed(
+                needs,
+                lambda part: (
+                    replace(part.scaled(1 / 2), dtype="bfloat16")
+                    if part.component.startswith("vae") and part.dtype == "float32"
+                    else part
+                ),
+            ),
+        )
+
+
 def quantized_needs(needs: Needs, *, torchao: bool) -> Iterator[tuple[str, Needs]]:
     """Yield other files for the largest components, with the needs after each: (text, needs).
 
@@ -143,7 +160,9 @@ def quantized_needs(needs: Needs, *, torchao: bool) -> Iterator[tuple[str, Needs
 
     def quantizable(part: ComponentMemory, kind: str) -> bool:
         is_supported = part.component.startswith(WITH_GGUF) if kind in GGUF else part.component not in LANGUAGE
-        return is_supported and part.dtype == "bfloat16" and part.bytes > LAYER and part.component != KV_CACHE
+        return (
+            is_supported and part.dtype in ("bfloat16", "float16") and part.bytes > LAYER and part.component != KV_CACHE
+        )
 
     def quantize(part: ComponentMemory, kind: str, factor: float) -> ComponentMemory:
         if not quantizable(part, kind):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from pathlib import Path
 
 import msgspec
 
+from unfuse.core.compute_device import BFLOAT16_CAPABILITY
+
 ASK_GPUS = (
     "nvidia-smi",
-    "--query-gpu=index,uuid,name,memory.total,memory.free,mig.mode.current",
+    "--query-gpu=index,uuid,name,memory.total,memory.free,mig.mode.current,compute_cap",
     "--format=csv,noheader,nounits",
 )
 """The command that lists NVIDIA GPUs."""
@@ -40,6 +43,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"  # users choose a process's GPUs with it, by in
 HIDDEN = {"", "-1", "NoDevFiles"}
 """Values of that variable by which users and Slurm hide all GPUs."""
 
+CAPABILITY = re.compile(r"\d{1,3}\.\d{1,3}")
+
 DRIVER_FILES = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/nvmap", "/dev/dxg")))
 """Files of a loaded NVIDIA driver: in general, on a Jetson, and in WSL."""
 
@@ -55,6 +60,14 @@ class Gpu(msgspec.Struct, frozen=True):
     free: int
     #: torch's device type, such as "cuda".
     kind: str = "cuda"
+    #: Compute capability of an NVIDIA GPU, such as "7.5"; "" for others.
+    compute_capability: str = ""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether the GPU computes in bfloat16. NVIDIA GPUs before BFLOAT16_CAPABILITY only emulate it, slowly."""
+        major, _, minor = self.compute_capability.partition(".")
+        return not major or (int(major), int(minor)) >= BFLOAT16_CAPABILITY
 
 
 class GpuSearch(msgspec.Struct, frozen=True):
@@ -116,12 +129,14 @@ def _ask_driver() -> tuple[Gpu, ...]:
 
 def _read_gpu(row: Sequence[str]) -> Gpu:
     """Return the GPU of a row. Raises _Unusable."""
-    _, _, name, total, free, mig_mode = row
+    _, _, name, total, free, mig_mode, capability = row
     if mig_mode == "Enabled":
         raise _Unusable(f"{name} is divided by MIG, and nvidia-smi lists only whole GPUs")
     if not (total.isdecimal() and free.isdecimal()):  # an integrated GPU uses host memory and has "[N/A]"
         raise _Unusable(f"nvidia-smi reports {total!r} as the memory of {name}")
-    return Gpu(name, int(total) << 20, int(free) << 20)
+    if not CAPABILITY.fullmatch(capability):
+        raise _Unusable(f"nvidia-smi reports {capability!r} as the compute capability of {name}")
+    return Gpu(name, int(total) << 20, int(free) << 20, compute_capability=capability)
 
 
 def _visible_rows(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:

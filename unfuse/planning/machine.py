@@ -79,12 +79,17 @@ def usable_devices(
     search = search_gpus()
     if search.problem:
         warn(search.problem)
-    free = {CPU: available_memory(), **{f"{gpu.kind}:{n}": gpu.free for n, gpu in enumerate(search.gpus)}}
-    if elsewhere:
+    gpus = {f"{gpu.kind}:{n}": gpu for n, gpu in enumerate(search.gpus)}
+    free = {CPU: available_memory(), **{name: gpu.free for name, gpu in gpus.items()}}
+    if elsewhere:  # a device of this name is another GPU there
         free |= caps
+        gpus = {name: gpu for name, gpu in gpus.items() if name not in caps}
     if unknown := sorted(caps.keys() - free):
         raise UsageError(f"--device-memory {unknown[0]}: no such device; available are {', '.join(free)}")
-    return tuple(Device(name, min(size, caps.get(name, size))) for name, size in free.items())
+    return tuple(
+        Device(name, min(size, caps.get(name, size)), has_bfloat16=name not in gpus or gpus[name].has_bfloat16)
+        for name, size in free.items()
+    )
 
 
 def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:

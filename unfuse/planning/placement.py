@@ -61,6 +61,8 @@ class Device(msgspec.Struct, frozen=True):
     name: str
     #: Free bytes.
     free: int
+    #: Whether it computes in bfloat16.
+    has_bfloat16: bool = True
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
@@ -463,7 +465,9 @@ def _remedies(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> Iter
         yield _Remedy("--arena 64MiB", needs, replace(plan, arena=SMALL_ARENA))
     gpus = [device.name for device in devices if device.name != CPU]
     gpu_roles = [role for role in counts if not is_cpu_only(devices_of(role, plan, devices))]
-    yield from (_Remedy(text, changed, plan) for text, changed in smaller_needs(needs, on_gpu=bool(gpu_roles)))
+    has_bfloat16 = not gpu_roles or all(device.has_bfloat16 for device in devices)
+    smaller = smaller_needs(needs, on_gpu=bool(gpu_roles), has_bfloat16=has_bfloat16)
+    yield from (_Remedy(text, changed, plan) for text, changed in smaller)
 
     spreads = parse_parallel(plan.compute.parallel)
     split_roles = {role for role, spread in spreads.items() if {*WEIGHT_SPLITTING_KINDS} & {*spread.degrees}}

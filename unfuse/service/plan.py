@@ -6,7 +6,7 @@ No weights are loaded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from unfuse.launch.base import WorkerSpec
 from unfuse.launch.local import ForkServers, InheritedForks
 from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.encoders import sharded_elements
+from unfuse.models.float16 import FLOAT16_CLASSES
 from unfuse.models.peaks import component_peak, default_size
 from unfuse.planning.component_memory import KV_CACHE, ComponentMemory
 from unfuse.planning.kv_memory import kv_option, with_kv_caches
@@ -35,8 +36,6 @@ from unfuse.planning.placement import (
     Device,
     PlacedWorker,
     WorkerPlan,
-    devices_of,
-    is_cpu_only,
     parse_place,
     parse_workers,
     place_workers,
@@ -45,10 +44,11 @@ from unfuse.planning.placement import (
 )
 from unfuse.planning.size_limits import size_limits
 from unfuse.service.addresses import keys_folder
+from unfuse.service.dtypes import explicit_dtypes, roles_on_gpus
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.settings import FIELDS, ByteSize
 from unfuse.stages.specs import DECODE, DENOISE, PREFILL
-from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes, parse_dtypes
+from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes
 from unfuse.weights.gguf_model import open_files
 from unfuse.weights.source import with_components
 
@@ -316,17 +316,11 @@ def read_models(
     check_offload(wanted.compute.offload, components)
 
     roles = dict.fromkeys(stage.role for model_spec in specs.values() for stage in model_spec.pipeline.stages)
-    gpu_workers = [
-        roles_of(worker)
-        for worker in wanted.worker_counts(roles)
-        if not is_cpu_only(devices_of(worker, wanted, devices))
-    ]
-    gpu_roles = {role for role in roles if any(worker is None or role in worker for worker in gpu_workers)}
-
+    gpu_roles = roles_on_gpus(roles, wanted, devices)
     models = []
     for name, folder in folders.items():
-        dtypes = explicit_dtypes(specs[name], dtype_spec, gpu_roles)
         files = open_files(folder)
+        dtypes = explicit_dtypes(specs[name], dtype_spec, gpu_roles, files)
         model_dtypes = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
         planned = {
             component: with_activations(
@@ -381,26 +375,6 @@ def with_activations(
     return replace(component, activations=in_tiles if tiled else whole, tiled_activations=in_tiles)
 
 
-def explicit_dtypes(model_spec: ModelSpec, dtype_spec: str, gpu_roles: Collection[str]) -> dict[str, str]:
-    """Return the dtype of each component of a model.
-
-    `dtype_spec`: the value of `--dtype`. "auto" is bfloat16 on GPUs, and float32 for VAEs and on CPUs.
-    `gpu_roles`: the roles that run on GPUs.
-
-    The gateway and the workers must get the same result, because pools are named by dtypes.
-    """
-    default, explicit = parse_dtypes(dtype_spec)
-    gpu_components = {
-        component for stage in model_spec.pipeline.stages if stage.role in gpu_roles for component in stage.components
-    }
-    automatic_dtypes = {
-        name: "bfloat16" if name in gpu_components and not name.startswith("vae") else "float32"
-        for name in model_spec.dtypes
-    }
-    defaults = automatic_dtypes if default == "auto" else dict.fromkeys(model_spec.dtypes, default)
-    return {name: explicit.get(name, defaults[name]) for name in model_spec.dtypes}
-
-
 def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[ComponentMemory, ...]]:
     """Return the components that a worker of each role loads, with their bytes.
 
@@ -429,6 +403,7 @@ def components_by_role(models: Iterable[PlannedModel]) -> dict[str, tuple[Compon
                 can_offload=component.can_offload,
                 activations=component.activations,
                 tiled_activations=component.tiled_activations,
+                is_float16_safe=component.kind in FLOAT16_CLASSES,
                 preview_bytes=vae.memory if vae and (stage.kind, component.name) == previewing else 0,
             )
             for component in components

@@ -95,6 +95,7 @@ def layout_lines(plan: ServingPlan) -> list[str]:
         return [*lines, "no worker is started here: requests wait until one registers (unfuse worker)"]
     if plan.layouts:
         lines.append(plan.layouts.reason)
+    lines += _lines_on_dtypes(plan)
     counts = Counter(f"{worker.role} on {worker.device}" for worker in plan.workers)
     workers = ", ".join(f"{count} × {worker}" for worker, count in counts.items())
     memory = ", ".join(
@@ -102,6 +103,15 @@ def layout_lines(plan: ServingPlan) -> list[str]:
         for sums in plan.memory()
     )
     return [*lines, f"workers: {workers}; memory: {memory}"]
+
+
+def _lines_on_dtypes(plan: ServingPlan) -> list[str]:
+    """Return a line with the dtypes on GPUs without bfloat16, if there are any."""
+    names = {device.name for device in plan.devices if not device.has_bfloat16}
+    workers = [worker for worker in plan.workers if names.intersection(worker.devices)]
+    devices = dict.fromkeys(name for worker in workers for name in worker.devices if name in names)
+    dtypes = dict.fromkeys(f"{part.component} {part.dtype}" for worker in workers for part in worker.parts)
+    return [f"{', '.join(devices)} without bfloat16, so dtypes are: {', '.join(dtypes)}"] if workers else []
 
 
 def split_gains(plan: ServingPlan) -> Iterator[tuple[str, int]]:
