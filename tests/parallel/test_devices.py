@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,13 @@ from unfuse.core.messages import DeviceId
 from unfuse.parallel import devices, group
 from unfuse.parallel.pairs import TorchPairs
 from unfuse.stages.undivided import PausedCall, UndividedStage
-from unfuse.worker.compute import _device, compute_device
+from unfuse.worker.compute import _device, _join_group, compute_device
 
 MODULES = {
     "cuda": SimpleNamespace(
         mem_get_info=lambda name: (3 << 30, 4 << 30),
         memory_reserved=lambda name: 1 << 30,
+        memory_allocated=lambda name: 1 << 29,
         get_device_name=lambda name: f"GPU {torch.device(name).index}",
         set_device=lambda name: None,
         current_device=lambda: 0,
@@ -237,6 +239,21 @@ def test_device_that_fails_its_check_is_named_with_the_error(broken: Callable[[E
     broken(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(DeviceUnusable, match="CUDA out of memory: stop other processes on this device"):
         devices.check("cuda:0")
+
+
+@pytest.mark.parametrize("enter", [partial(_device, with_torch=True), _join_group], ids=["one rank", "several ranks"])
+def test_no_memory_for_the_device_context_is_no_fault_of_the_device(
+    enter: Callable[[Any], object], broken: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"))
+    monkeypatch.setattr(devices, "is_present", lambda name: name)
+    compute = ComputeOptions(device="cuda:1", threads=torch.get_num_threads())
+    load: Any = SimpleNamespace(compute=compute, ranks=2, rank=1, rendezvous="")
+    with pytest.raises(ConfigError) as raised:
+        enter(load)
+    assert not isinstance(raised.value, DeviceUnusable)
+    sentence = "out of memory while loading the device context: 3.5 GiB of cuda:1 are free; stop other programs on it"
+    assert str(raised.value).startswith(sentence)
 
 
 def test_device_with_a_wrong_product_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.worker import outside
 from tests.worker.forking import forking
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import StepProgress, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
+from unfuse.core.messages import DeviceId, StepProgress, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import StageSelector, Value, roles_of
 from unfuse.core.request import new_request_id
@@ -217,6 +217,28 @@ async def test_model_that_cannot_load_raises_config_error(tmp_path: Path, forks:
         with pytest.raises(ConfigError, match=r"model_index\.json"):
             await executor.start()
         await executor.close()
+
+
+async def test_pauses_between_failed_restarts_become_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another program uses the memory of the device."""
+    refusals = [ConfigError("out of memory while loading the device context")] * 9
+    pauses, reported = [], asyncio.Queue[object]()
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        executor = Executor([load(store, tmp_path)], reported.put)
+
+        async def start() -> ModelsLoaded:
+            if refusals:
+                raise refusals.pop()
+            return ModelsLoaded("cpu", {}, {}, frozenset(), DeviceId("cpu"))
+
+        async def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+
+        monkeypatch.setattr(executor, "start", start)
+        monkeypatch.setattr(executor_module.asyncio, "sleep", sleep)
+        assert (await executor._restart()).device == "cpu"
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert executor.health.fault is None, "the device is not to blame"
 
 
 async def test_swap_loads_other_weights_and_falls_back_if_that_fails(

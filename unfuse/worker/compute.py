@@ -269,7 +269,9 @@ def _join_group(load: messages.LoadModels) -> Group | None:
         return None
     from unfuse.parallel.group import Group
 
-    return Group(load.rank, load.ranks, load.rendezvous, _device(load, with_torch=True), load.compute.collective_s)
+    device = _device(load, with_torch=True)
+    with explain_out_of_memory(lambda: "the buffers of ranks", device, partial(free_bytes, device)):
+        return Group(load.rank, load.ranks, load.rendezvous, device, load.compute.collective_s)
 
 
 def _check_agreement(group: Group | None, numerics: Mapping[str, str], pools: Collection[str]) -> None:
@@ -352,10 +354,7 @@ def _load_stages(
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
 
     libraries = _libraries_of(models, load.choice)
-    with explain_out_of_memory(
-        lambda: "the device context", load.compute.device, partial(free_bytes, load.compute.device)
-    ):
-        device = _device(load, bool(libraries))
+    device = _device(load, bool(libraries))
     flags = _set_kernel_flags(load, device) if libraries else {}
     spreads = worker_parallelism(load.compute.parallel, load.choice.roles)
     _require_dtypes(device, wanted.values())
@@ -445,12 +444,19 @@ def _bytes_of(folder: Path) -> int:
 def _device(load: messages.LoadModels, with_torch: bool) -> str:
     """Return the device of this process, and make it the current one of this thread.
 
-    Raises ConfigError if the device is missing, or if there are fewer GPUs than ranks, and DeviceUnusable if the device
-    fails its check.
+    Raises ConfigError if the device is missing or has no memory for its context, or if there are fewer GPUs than ranks,
+    and DeviceUnusable if the device fails its check.
     """
     configured = load.compute.device
     if not with_torch:
         return "cpu" if configured == "auto" else configured
+    with explain_out_of_memory(lambda: "the device context", configured, partial(free_bytes, configured)):
+        return _checked_device(load)
+
+
+def _checked_device(load: messages.LoadModels) -> str:
+    """Return the device of this process, which has passed its check. Raises as `_device`."""
+    configured = load.compute.device
     import torch
 
     from unfuse.parallel.devices import accelerators, check, describe_devices, is_present, set_current

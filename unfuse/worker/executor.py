@@ -62,8 +62,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Time constant of the utilization's exponential mean, in seconds.
 OVER_S = 15.0
 
-#: Seconds before a failed restart is tried again.
-RESTART_S = 1.0
+#: Seconds before a failed restart is tried again, twice as long each time, up to the most.
+RESTART_S, MOST_RESTART_S = 1.0, 60.0
 
 #: The reason of a compute process that is killed to swap models. Its end is no error.
 SWAPPED = "stopped to load another set of weights"
@@ -329,7 +329,8 @@ class Executor:
                     self._reload(self._previous_loads)
                 if failures == TRIED and len(self._processes) > 1 and not self.lost.done():
                     self.lost.set_exception(TransientError(f"the ranks cannot be restarted: {error}"))
-                await asyncio.sleep(RESTART_S)
+                # Each try loads models again: memory that another program uses may be missing for hours.
+                await asyncio.sleep(min(MOST_RESTART_S, RESTART_S * 2.0 ** min(failures - 1, 16)))
 
     def swap(self, loads: Sequence[LoadModels]) -> None:
         """Swap models: load other weights while no task runs. ModelsLoaded is reported afterwards.
