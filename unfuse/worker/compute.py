@@ -373,10 +373,16 @@ def _load_stages(
         with explain_out_of_memory(progress.describe_next, device, partial(free_bytes, device)):
             stages[pool] = family.load(spec, folder, runtime, progress.loaded)
         plain |= set() if family.torch else {pool}
-    with explain_out_of_memory(progress.describe_next, device, partial(free_bytes, device)):
-        for stage in stages.values():
-            stage.warm_up()
+    for pool, stage in stages.items():
+        spec, model_spec, _ = wanted[pool]
+        _warm_up(stage, f"stage {spec.name} of {model_spec.name}", device)
     return device, numerics, stages, plain
+
+
+def _warm_up(stage: Stage, name: str, device: str) -> None:
+    """Warm up a stage of this name. Raises ConfigError if it runs out of memory."""
+    with explain_out_of_memory(lambda: name, device, partial(free_bytes, device), "warming up"):
+        stage.warm_up()
 
 
 def _require_dtypes(device: str, stages: Iterable[tuple[StageSpec, ModelSpec, Path]]) -> None:

@@ -15,10 +15,13 @@ ON_HOST = "stop other programs, start fewer workers, or use quantized weights"
 
 
 @contextmanager
-def explain_out_of_memory(subject: Callable[[], str], device: str, free: Callable[[], int]) -> Iterator[None]:
+def explain_out_of_memory(
+    subject: Callable[[], str], device: str, free: Callable[[], int], activity: str = "loading"
+) -> Iterator[None]:
     """Raise ConfigError, with a sentence for people, if memory runs out within the block.
 
-    `subject`: returns what is loaded, with its bytes. `free`: returns the free bytes of the device.
+    `subject`: returns what is loaded, with its bytes. `free`: returns the free bytes of the device. `activity`: what is
+    done with the subject.
     """
     try:
         yield
@@ -27,7 +30,7 @@ def explain_out_of_memory(subject: Callable[[], str], device: str, free: Callabl
         if cause is None:
             raise
         reason = first_line(cause).rstrip(".")
-        raise ConfigError(f"out of memory while loading {subject()}: {room(device, free)} ({reason})") from error
+        raise ConfigError(f"out of memory while {activity} {subject()}: {room(device, free)} ({reason})") from error
 
 
 def room(device: str, free: Callable[[], int]) -> str:
