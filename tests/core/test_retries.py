@@ -20,7 +20,7 @@ from unfuse.core.errors import (
     TransientError,
     UnsupportedRequest,
 )
-from unfuse.core.retries import RULES, first_line, rule_of, type_name
+from unfuse.core.retries import RULES, first_line, is_out_of_host_memory, rule_of, type_name
 from unfuse.core.task import Claim
 from unfuse.worker.compute_messages import failure
 
@@ -53,6 +53,17 @@ OUT_OF_MEMORY = (
     "unable to mmap 4096 bytes from file </weights>: Cannot allocate memory (12)",
     "std::bad_alloc",
 )
+
+
+HOST = ("cudaHostAlloc", "DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc")
+
+
+def test_memory_of_the_host_is_told_from_memory_of_a_device() -> None:
+    for text in OUT_OF_MEMORY:
+        assert is_out_of_host_memory(RuntimeError(text)) == any(word in text for word in HOST)
+    assert is_out_of_host_memory(MemoryError()) and is_out_of_host_memory(OSError(12, "Cannot allocate memory"))
+    assert not is_out_of_host_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_host_memory(ValueError("std::bad_alloc is only mentioned"))
 
 
 class SafetensorError(Exception):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.test_retries import OUT_OF_MEMORY
+from tests.core.test_retries import HOST, OUT_OF_MEMORY
 from tools.cards import STILL
 from unfuse.core.errors import ConfigError
 from unfuse.worker.compute import LoadProgress
 from unfuse.worker.load_memory import explain_out_of_memory
 
 
-@pytest.mark.parametrize("text", OUT_OF_MEMORY)
+@pytest.mark.parametrize("text", [text for text in OUT_OF_MEMORY if not any(word in text for word in HOST)])
 def test_out_of_memory_while_loading_is_a_sentence(text: str) -> None:
     with (
         pytest.raises(ConfigError) as raised,
@@ -34,6 +34,15 @@ def test_wrapped_error_is_explained_and_other_errors_pass() -> None:
         raise ConfigError("no such file")
 
 
+def test_lack_of_host_memory_while_a_gpu_is_loaded_names_the_host() -> None:
+    """As when weights are pinned for offload."""
+    with (
+        pytest.raises(ConfigError, match="while loading vae: .* of cpu are free; stop other programs, start fewer"),
+        explain_out_of_memory(lambda: "vae", "cuda:0", lambda: 1 << 40),
+    ):
+        raise RuntimeError("cudaHostAlloc failed")
+
+
 def test_device_that_does_not_answer_is_still_explained() -> None:
     def free() -> int:
         raise RuntimeError("device lost")
@@ -43,7 +52,7 @@ def test_device_that_does_not_answer_is_still_explained() -> None:
             pytest.raises(ConfigError, match=f"{name} has too little free memory; stop other programs"),
             explain_out_of_memory(str, device, free),
         ):
-            raise MemoryError
+            raise RuntimeError("CUDA error: out of memory")
 
 
 def test_component_that_is_loaded_next_is_named_with_its_bytes(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import OutOfMemory
 from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.stages.base import StageInput
+from unfuse.worker.compute_messages import failure
 from unfuse.worker.memory_ladder import MemoryLadder, clear_frames, size_of
 from unfuse.worker.step_loop import StepLoop
 
@@ -31,6 +32,8 @@ SPELLINGS: list[Exception] = [
 
 class Gpu(ComputeDevice):
     """The memory of a pretended GPU, which counts how often its cache was emptied."""
+
+    uses_host_memory = False
 
     def __init__(self, others: int = 0, cached: int = 0) -> None:
         self.others, self.cache, self.emptied = others, cached, 0
@@ -70,7 +73,7 @@ class Smaller(Count):
         return state
 
 
-def with_memory(loop: Bench, gpu: Gpu) -> Bench:
+def with_memory(loop: Bench, gpu: ComputeDevice) -> Bench:
     """The same loop on a device with this memory."""
     stages = loop.loop._factory._stages
     own = loop.store, loop.results, loop.inbox, loop.sent.append
@@ -132,7 +135,7 @@ def test_step_is_made_smaller_until_it_fits(tmp_path: Path) -> None:
 
 def test_task_that_never_fits_fails_in_a_sentence_and_others_complete(tmp_path: Path) -> None:
     stage = Smaller(rungs=2, needs=9)
-    loop = Bench(tmp_path, {"count": stage, "print": Count()}, 1)
+    loop = with_memory(Bench(tmp_path, {"count": stage, "print": Count()}, 1), Gpu())
     other = loop.run("print", steps=2)
     failed = loop.outcome(loop.run(width=1024, height=768))
 
@@ -145,6 +148,27 @@ def test_task_that_never_fits_fails_in_a_sentence_and_others_complete(tmp_path: 
     assert "Traceback" in failed.evidence
     assert stage.tried == [0, 0, 1, 2]
     assert isinstance(loop.outcome(other), TaskCompleted)
+
+
+@pytest.mark.parametrize("device", [ComputeDevice(), Gpu()], ids=["CPU", "GPU"])
+def test_lack_of_host_memory_is_not_answered_with_offload(tmp_path: Path, device: ComputeDevice) -> None:
+    """A CPU's memory is the host's, and a GPU's worker may lack memory of the host, too."""
+    errors = 2 * [MemoryError("Unable to allocate 3.00 GiB for an array")]
+    loop = with_memory(Bench(tmp_path, {"count": Failing(*errors)}, 1), device)
+    failed = loop.outcome(loop.run())
+    assert isinstance(failed, TaskFailed)
+    assert failed.message == (
+        "the host does not have enough memory for this request in stage stage, even alone: Unable to allocate 3.00 GiB "
+        "for an array; reduce the request (shorter text), or stop other programs, start fewer workers, or serve on a "
+        "machine with more memory"
+    )
+    report = failure(failed.claim, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert report.message.startswith("the host does not have enough memory for this request: ")
+    assert "--offload" not in report.message
+    report = failure(failed.claim, torch.OutOfMemoryError("CUDA out of memory"))
+    assert report.message.endswith(
+        "reduce the request, or use quantized weights, a larger device or, on a GPU, --offload"
+    )
 
 
 def test_refused_smaller_step_fails_with_the_reason(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ class ComputeDevice:
     `unfuse.parallel.accelerator.Accelerator` is the same for a GPU.
     """
 
+    #: Whether its memory is the host's, so that offload to the host saves none.
+    uses_host_memory = True
+
     #: Whether the device counts the most bytes of tensors, so that the memory of a forward can be measured.
     measures_peaks = False
 

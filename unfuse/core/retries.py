@@ -127,6 +127,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return rule_of(error) is MEMORY
 
 
+#: How allocators of host memory, also of pinned memory, report in a RuntimeError that memory ran out.
+HOST_MEMORY = re.compile(
+    r"(?i)defaultcpuallocator|cannot allocate memory|bad_alloc|out[ _]of[ _](host|pinned)[ _]memory"
+    r"|(cuda|hip)(hostalloc|mallochost|hostmalloc)\b"
+)
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Return whether memory of the host ran out, not that of a device."""
+    if isinstance(error, MemoryError) or _is_memory_of_system(error):
+        return True
+    return isinstance(error, RuntimeError) and bool(HOST_MEMORY.search(str(error)))
+
+
 #: Messages of errors after which a device context is unusable, or the device is gone.
 DEVICE_ERRORS = (
     r"(CUDA|HIP|XPU|CUDA driver|CUDA unknown) error"

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from unfuse.core.compute_device import CONTEXT, ComputeDevice
-from unfuse.parallel.devices import memory, reserved_bytes, set_current, synchronize
+from unfuse.parallel.devices import is_integrated, memory, reserved_bytes, set_current, synchronize
 
 
 class Accelerator(ComputeDevice):
@@ -20,6 +20,7 @@ class Accelerator(ComputeDevice):
     def __init__(self, device: str) -> None:
         self._device = device
         self._module = torch.get_device_module(torch.device(device))
+        self.uses_host_memory = is_integrated(device)
         self.measures_peaks = hasattr(self._module, "reset_peak_memory_stats")  # mps has no such function
 
     @override

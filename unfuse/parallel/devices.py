@@ -141,13 +141,13 @@ def memory(device: str) -> tuple[int, int]:
     device_module = torch.get_device_module(torch.device(device))
     if hasattr(device_module, "mem_get_info"):
         free, total = device_module.mem_get_info(device)
-        return (min(int(total), _available_host_memory()) if _is_integrated(device) else int(free)), int(total)
+        return (min(int(total), _available_host_memory()) if is_integrated(device) else int(free)), int(total)
 
     total = int(device_module.recommended_max_memory())
     return total - reserved_bytes(device), total
 
 
-def _is_integrated(device: str) -> bool:
+def is_integrated(device: str) -> bool:
     """Whether a device uses host memory.
 
     CUDA then counts the page cache as used, though the kernel frees it on demand.

@@ -35,7 +35,7 @@ from unfuse.core.messages import (
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import StageSelector
 from unfuse.core.request import Timings
-from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
+from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, is_out_of_host_memory, rule_of, type_name
 from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
 
@@ -59,6 +59,9 @@ EVIDENCE_CHARS = 4000
 
 #: The advice at the end of the message when the device has too little memory for a request.
 ROOMIER = "use quantized weights, a larger device or, on a GPU, --offload"
+
+#: The same for host memory, where offload saves nothing.
+ROOMIER_HOST = "stop other programs, start fewer workers, or serve on a machine with more memory"
 
 
 class LoadModels(msgspec.Struct, frozen=True, tag=True):
@@ -499,9 +502,8 @@ def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> T
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
     is_shared = isinstance(error, OutOfMemory) and error.shared
     if rule is MEMORY and not isinstance(error, OutOfMemory):
-        message = (
-            f"the device does not have enough memory for this request: {message}; reduce the request, or {ROOMIER}"
-        )
+        place, advice = memory_advice(error)
+        message = f"{place} does not have enough memory for this request: {message}; reduce the request, or {advice}"
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
     return TaskFailed(
         claim,
@@ -513,6 +515,16 @@ def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> T
         error=sendable(type_name(error)) if rule is UNKNOWN or is_shared else "",
         timings=timings or Timings(),
     )
+
+
+def memory_advice(error: BaseException, *, uses_host_memory: bool = False) -> tuple[str, str]:
+    """Return what lacks memory, by an out-of-memory error, and what the operator can do.
+
+    `uses_host_memory`: whether the device has no memory of its own.
+    """
+    if uses_host_memory or is_out_of_host_memory(error):
+        return "the host", ROOMIER_HOST
+    return "the device", ROOMIER
 
 
 def sendable(text: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from unfuse.arena.limits import readable_bytes
+from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.core.errors import ConfigError
-from unfuse.core.retries import first_line, is_out_of_memory
+from unfuse.core.retries import first_line, is_out_of_host_memory, is_out_of_memory
 
 #: What a person can do about a GPU that is too small, and about too little host memory.
 ON_GPU = "stop other programs on it, choose another one with --device or --place, or use --offload or quantized weights"
@@ -30,6 +30,8 @@ def explain_out_of_memory(
         if cause is None:
             raise
         reason = first_line(cause).rstrip(".")
+        if is_out_of_host_memory(cause):
+            device, free = "cpu", available_memory
         raise ConfigError(f"out of memory while {activity} {subject()}: {room(device, free)} ({reason})") from error
 
 

@@ -22,7 +22,7 @@ from unfuse.core.errors import OutOfMemory
 from unfuse.core.plan import Params
 from unfuse.core.retries import first_line, is_out_of_memory
 from unfuse.core.task import Task
-from unfuse.worker.compute_messages import ROOMIER, about
+from unfuse.worker.compute_messages import about, memory_advice
 from unfuse.worker.job import Job
 
 log = structlog.get_logger(__name__)
@@ -108,9 +108,10 @@ class MemoryLadder:
             others = 0
         size = size_of(task.params)
         reason = first_line(error).rstrip(".")
+        place, advice = memory_advice(error, uses_host_memory=self._device.uses_host_memory)
         sentence = (
-            f"the device does not have enough memory for {size or 'this request'} in stage {task.stage}, even alone: "
-            f"{reason}; reduce the request ({'smaller size' if size else 'shorter text'}), or {ROOMIER}"
+            f"{place} does not have enough memory for {size or 'this request'} in stage {task.stage}, even alone: "
+            f"{reason}; reduce the request ({'smaller size' if size else 'shorter text'}), or {advice}"
         )
         if refusal:
             sentence += f"; {refusal}"
