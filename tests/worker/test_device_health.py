@@ -63,6 +63,30 @@ def test_completed_task_proves_the_device_for_its_pool_only(health: DeviceHealth
     assert not fail(health, task("req_4", "text_encode:q")).had_worked
 
 
+def test_failures_of_a_removed_model_end_with_tasks_of_other_pools_an_hour_later() -> None:
+    """Given two failures of a pool that never completes a task again."""
+    seconds = [0.0]
+    health = DeviceHealth(lambda: seconds[0])
+    for number in range(MOST_FAILURES - 1):
+        fail(health, task(f"req_{number}", "denoise:removed"))
+    seconds[0] = device_health.FAILURE_AGE_S - 1
+    health.record_completed("denoise:p")
+    assert not fail(health, task("req_again", "denoise:removed")).had_worked
+    assert health.fault is not None, "three in a row, within an hour"
+
+    health.record_started([DeviceId("cuda:0"), DeviceId("cuda:1")])
+    seconds[0] += 10 * device_health.FAILURE_AGE_S
+    fail(health, task("req_idle"))
+    assert health.fault is not None, "the device has completed nothing since, however long ago that was"
+
+    health.record_started([DeviceId("cuda:0"), DeviceId("cuda:1")])
+    seconds[0] += device_health.FAILURE_AGE_S
+    health.record_completed("text_encode:q")
+    for number in range(MOST_FAILURES - 1):
+        fail(health, task(f"req_new_{number}"))
+    assert health.fault is None
+
+
 def test_failure_without_a_task_counts_against_the_device(health: DeviceHealth) -> None:
     for _ in range(MOST_FAILURES):
         fail(health)

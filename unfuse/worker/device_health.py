@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,10 @@ log = structlog.get_logger(__name__)
 
 #: Device errors in a row, without a completed task in between, after which a device is unhealthy.
 MOST_FAILURES = 3
+
+#: Seconds after a failure from which a completed task of any pool cancels it. The failed pool may never complete a task
+#: again, as when its model was removed.
+FAILURE_AGE_S = 3600.0
 
 #: The first pause of an unhealthy device, in seconds. Each further one is twice as long, up to the longest.
 PAUSE_S, MOST_PAUSE_S = 5.0, 300.0
@@ -37,20 +42,25 @@ class _Failure:
     #: Their declared pools.
     pools: frozenset[str]
 
+    #: When it happened, in monotonic seconds.
+    at: float
+
 
 class DeviceHealth:
     """The health of a worker's devices: healthy until one fails repeatedly, or fails its check.
 
     A device error that ends the compute process is a failure. A completed task proves that the device works for its
-    pool, and cancels the failures in which tasks of this pool had begun. A device is unhealthy after MOST_FAILURES
-    failures, unless one task had begun in all of them: then the task may be the cause. It is also unhealthy when it
-    fails its check, at once.
+    pool, and cancels the failures in which tasks of this pool had begun. It also cancels failures of any pool that are
+    FAILURE_AGE_S old. A device is unhealthy after MOST_FAILURES failures, unless one task had begun in all of them:
+    then the task may be the cause. It is also unhealthy when it fails its check, at once.
 
     The compute processes of an unhealthy worker do not run. They start again after a pause, which doubles each time
     until a task completes. The worker is healthy when they have started, since they check their devices first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+
         #: The device of each rank, as the compute processes reported it when they started last.
         self.devices: tuple[DeviceId, ...] = ()
 
@@ -71,7 +81,7 @@ class DeviceHealth:
         """
         pools = frozenset(declared_pool(task.planned.pool) for task in begun)
         had_worked = not any(failure.pools & pools or not failure.pools for failure in self._failures)
-        self._failures.append(_Failure(frozenset(task.key for task in begun), pools))
+        self._failures.append(_Failure(frozenset(task.key for task in begun), pools, self._now()))
         count, device = len(self._failures), self.device(failed.rank)
         log.error(
             "a device failed", device=device.index, uuid=device.uuid, reason=failed.message, failures_in_a_row=count
@@ -90,8 +100,10 @@ class DeviceHealth:
 
     def record_completed(self, pool: str) -> None:
         """Record that a task of this pool is complete."""
-        name = declared_pool(pool)
-        self._failures = [failure for failure in self._failures if failure.pools and name not in failure.pools]
+        name, oldest = declared_pool(pool), self._now() - FAILURE_AGE_S
+        self._failures = [
+            failure for failure in self._failures if failure.pools and name not in failure.pools and failure.at > oldest
+        ]
         self._pause_s = self._pause_s if self._failures else 0.0
 
     def record_started(self, devices: Iterable[DeviceId]) -> None:
