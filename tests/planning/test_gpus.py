@@ -64,6 +64,7 @@ def test_gpus_are_read_from_nvidia_smi(tool: Path) -> None:
 
     assert (first.name, first.memory, first.free) == ("NVIDIA A100", 80 << 30, 80000 << 20)
     assert second.free == 1000 << 20
+    assert [device.model for device in machine.usable_devices()] == ["", "NVIDIA A100", "NVIDIA L4"]
 
 
 def test_gpus_before_compute_capability_8_have_no_bfloat16(tool: Path) -> None:

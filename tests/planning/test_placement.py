@@ -246,6 +246,42 @@ def test_refusal_advises_float16_on_gpus_without_bfloat16() -> None:
     assert "--dtype bfloat16" in refusal(safe, wanted(), gpus(40))
 
 
+A100, L4 = "NVIDIA A100", "NVIDIA L4"
+
+
+def mixed(*models: str) -> tuple[Device, ...]:
+    """GPUs of these models, each with 5 GiB less than the one before."""
+    found = gpus(*(80 - 5 * index for index in range(len(models))))
+    return (HOST, *(replace(device, model=model) for device, model in zip(found[1:], models, strict=True)))
+
+
+def test_ranks_are_placed_on_gpus_of_one_model() -> None:
+    want = spread("ulysses:2", place="encoder=cpu,decoder=cpu")
+    for models, denoiser in (
+        ((L4, A100, A100), "cuda:1+cuda:2"),
+        ((L4, A100, L4, A100), "cuda:0+cuda:2"),
+        ((L4, L4, A100, A100), "cuda:0+cuda:1"),
+        (("", "", ""), "cuda:0+cuda:1"),
+    ):
+        assert seats(place_workers(NEEDS, want, mixed(*models)))[1] == ("denoiser", denoiser)
+
+
+def test_ranks_on_unequal_gpus_are_refused_with_the_models() -> None:
+    sentence = (
+        "the ranks of a worker need GPUs of one model, since results depend on it, and for the denoiser cuda:0 is "
+        "NVIDIA A100, cuda:1 is NVIDIA L4: name GPUs of one model by --device or --place, or use fewer ranks"
+    )
+    want = spread("ulysses:2", place="encoder=cpu,decoder=cpu")
+    assert refusal(NEEDS, want, mixed(A100, L4)) == sentence
+    want = spread("ulysses:2", place="encoder=cpu,decoder=cpu,denoiser=cuda:0+cuda:1")
+    assert refusal(NEEDS, want, mixed(A100, L4, A100)) == sentence
+    shards = wanted("encoder=cpu")
+    small = [replace(device, free=20 * GIB) if device.name != CPU else device for device in mixed(A100, L4)]
+    assert "--parallel denoiser=shard:2" not in refusal(NEEDS, shards, tuple(small))
+    equal = [replace(device, free=20 * GIB) if device.name != CPU else device for device in mixed(L4, L4)]
+    assert "--parallel denoiser=shard:2" in refusal(NEEDS, shards, tuple(equal))
+
+
 def test_worker_is_planned_with_the_largest_activations_of_its_components() -> None:
     parts = (replace(T5, activations=GIB), replace(TRANSFORMER, activations=3 * GIB))
     worker = PlacedWorker("all", "cuda:0", parts)

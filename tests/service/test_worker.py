@@ -169,4 +169,6 @@ def test_parallel_auto_worker_counts_usable_gpus(composed: Any, monkeypatch: pyt
     found = (Device("cpu", 1), Device("cuda:0", 1), Device("cuda:1", 1))
     monkeypatch.setattr("unfuse.service.worker.usable_devices", lambda: found)
     assert composed("--parallel", "auto")[0].gpus == 2
+    found = (Device("cpu", 1), *(Device(f"cuda:{n}", 1, model=model) for n, model in enumerate(("L4", "L4", "T4"))))
+    assert composed("--parallel", "auto")[0].gpus == 2, "ranks on the first two are equal"
     assert composed()[0].gpus == 0

@@ -86,10 +86,17 @@ def usable_devices(
         gpus = {name: gpu for name, gpu in gpus.items() if name not in caps}
     if unknown := sorted(caps.keys() - free):
         raise UsageError(f"--device-memory {unknown[0]}: no such device; available are {', '.join(free)}")
-    return tuple(
-        Device(name, min(size, caps.get(name, size)), has_bfloat16=name not in gpus or gpus[name].has_bfloat16)
-        for name, size in free.items()
-    )
+    return tuple(_device(name, min(size, caps.get(name, size)), gpus.get(name)) for name, size in free.items())
+
+
+def _device(name: str, free: int, gpu: Gpu | None) -> Device:
+    """Return a device with these free bytes.
+
+    `gpu` is None for the host, and for GPUs of other machines.
+    """
+    if gpu is None:
+        return Device(name, free)
+    return Device(name, free, gpu.has_bfloat16, gpu.name)
 
 
 def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:

@@ -63,6 +63,8 @@ class Device(msgspec.Struct, frozen=True):
     free: int
     #: Whether it computes in bfloat16.
     has_bfloat16: bool = True
+    #: Name of the GPU's model; "": unknown.
+    model: str = ""
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
@@ -281,6 +283,7 @@ def worker_bytes(placed: Sequence[PlacedWorker], plan: WorkerPlan) -> list[Count
 def _assign_devices(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
     """Choose a device for each worker, without a check that all of them fit."""
     free = {device.name: device.free for device in devices}
+    gpu_models = {device.name: device.model for device in devices}
     placed: list[PlacedWorker] = []
     counts = plan.worker_counts(needs)
     for role in sorted(counts, key=lambda role: not plan.goes_first(role)):
@@ -292,8 +295,9 @@ def _assign_devices(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -
         spreads = worker_parallelism(plan.compute.parallel, roles_of(role))
         rotation = placed_devices or (allowed if plan.max_loaded_models == "1" else ())
         for index in range(max(counts[role], len(placed_devices))):
-            name = rotation[index % len(rotation)] if rotation else _pick_device(allowed, free, spreads)
+            name = rotation[index % len(rotation)] if rotation else _pick_device(allowed, free, gpu_models, spreads)
             worker = PlacedWorker(role, "+".join(rank_devices(name, spreads)), parts_of(role, needs, spreads))
+            _check_ranks(worker, gpu_models)
             placed.append(worker)
             for device, size in worker.device_bytes(plan).items():
                 free[device] -= size  # may become negative: `place_workers` compares the sums afterwards
@@ -321,9 +325,15 @@ def _largest_model(needs: Needs) -> Needs:
     )
 
 
-def _pick_device(allowed: Sequence[str], free: Mapping[str, int], spreads: Mapping[str, ParallelDegrees]) -> str:
-    """Return the device with most free memory, or a GPU for each rank.
+def _pick_device(
+    allowed: Sequence[str],
+    free: Mapping[str, int],
+    gpu_models: Mapping[str, str],
+    spreads: Mapping[str, ParallelDegrees],
+) -> str:
+    """Return the device with most free memory, or one for each rank.
 
+    The GPUs of ranks are of one model, if there are enough.
     Raises ConfigError for too few GPUs.
     """
     ordered = sorted(allowed, key=lambda names: -min(free[name] for name in names.split("+")))
@@ -335,7 +345,27 @@ def _pick_device(allowed: Sequence[str], free: Mapping[str, int], spreads: Mappi
         raise ConfigError(
             f"--parallel {parallel} needs {size} GPUs, and there are {len(ordered)}: {', '.join(allowed)}"
         )
-    return "+".join(ordered[:size])
+    groups = [
+        [name for name in ordered if gpu_models[name] == model][:size]
+        for model in dict.fromkeys(gpu_models[name] for name in ordered)
+    ]
+    groups = [group for group in groups if len(group) == size]
+    # without a group, the error names the GPUs with most free memory
+    return "+".join(max(groups, key=lambda group: free[group[-1]], default=ordered[:size]))
+
+
+def _check_ranks(worker: PlacedWorker, gpu_models: Mapping[str, str]) -> None:
+    """Raise ConfigError if the ranks of a worker are on GPUs of different models.
+
+    Their results differ, so the worker would refuse to start.
+    """
+    models = {name: gpu_models[name] for name in worker.devices if gpu_models[name]}
+    if len({*models.values()}) > 1:
+        gpus = ", ".join(f"{name} is {model}" for name, model in models.items())
+        raise ConfigError(
+            f"the ranks of a worker need GPUs of one model, since results depend on it, and for the {worker.role} "
+            f"{gpus}: name GPUs of one model by --device or --place, or use fewer ranks"
+        )
 
 
 def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) -> tuple[ComponentMemory, ...]:

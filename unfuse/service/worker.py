@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from unfuse.core.supervisor import first_completed
 from unfuse.launch.local import HURRY_SIGNAL, ForkServers, LocalLauncher
 from unfuse.models import read_model_spec
 from unfuse.planning.machine import CONTROL_GROUP, usable_cpus, usable_devices
-from unfuse.planning.placement import CPU, WorkerPlan, devices_of, is_cpu_only
+from unfuse.planning.placement import CPU, Device, WorkerPlan, devices_of, is_cpu_only
 from unfuse.service.addresses import schedulers, worker_trusted_keys
 from unfuse.service.groups import STANDALONE_ARENA, Settings
 from unfuse.service.logs import Logs
@@ -101,8 +101,17 @@ def worker_options(settings: Settings) -> WorkerOptions:
         own_stores=frozenset((settings.serve.store, settings.serve.results, settings.serve.durable)),
         health=worker.health,
         component_sources=parse_component_sources(settings.serve.component_source),
-        gpus=sum(device.name != CPU for device in usable_devices()) if compute.parallel == AUTO else 0,
+        gpus=_equal_gpus(usable_devices()) if compute.parallel == AUTO else 0,
     )
+
+
+def _equal_gpus(devices: Iterable[Device]) -> int:
+    """Return how many of the first GPUs are of one model.
+
+    The ranks of a worker that chooses its devices use the first ones.
+    """
+    models = [device.model for device in devices if device.name != CPU]
+    return next((index for index, model in enumerate(models) if model != models[0]), len(models))
 
 
 async def _run(worker: Worker, health: str) -> None:
