@@ -17,6 +17,7 @@ from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, DeviceUnusable
 from unfuse.core.messages import DeviceId
 from unfuse.parallel import devices, group
+from unfuse.parallel.accelerator import Accelerator
 from unfuse.parallel.pairs import TorchPairs
 from unfuse.stages.undivided import PausedCall, UndividedStage
 from unfuse.worker.compute import _device, _join_group, compute_device
@@ -101,7 +102,14 @@ def test_described_device_that_fails_has_no_memory_and_a_reason(monkeypatch: pyt
     assert devices.describe_devices() == {
         "gpus": [
             {"name": "cuda:0", "memory": 0, "free": 0, "kind": "cuda"},
-            {"name": "GPU 1", "memory": 4 << 30, "free": 3 << 30, "kind": "cuda", "compute_capability": "7.5"},
+            {
+                "name": "GPU 1",
+                "memory": 4 << 30,
+                "free": 3 << 30,
+                "kind": "cuda",
+                "compute_capability": "7.5",
+                "is_integrated": False,
+            },
         ],
         "problem": "cuda:0: CUDA error: all CUDA-capable devices are busy or unavailable",
     }
@@ -119,11 +127,18 @@ def test_build_for_gpus_without_one_gives_the_reason_of_the_driver(monkeypatch: 
 def test_integrated_gpu_has_the_available_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver counts the page cache as used."""
     integrated = SimpleNamespace(
-        mem_get_info=lambda name: (1, 1 << 60), get_device_properties=lambda name: SimpleNamespace(is_integrated=1)
+        mem_get_info=lambda name: (1, 1 << 60),
+        get_device_properties=lambda name: SimpleNamespace(is_integrated=1),
+        get_device_name=lambda name: "NVIDIA GB10",
     )
+    stand_in("cuda", 1, monkeypatch)
     monkeypatch.setattr(torch, "get_device_module", lambda device: integrated)
-    free, total = devices.memory("cuda:0")
-    assert (free > 1 << 20, total) == (True, 1 << 60)
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
+    monkeypatch.setattr(devices, "available_memory", lambda: 7 << 30)  # as limited by a control group
+    assert devices.memory("cuda:0") == (7 << 30, 1 << 60)
+    (gpu,) = devices.describe_devices()["gpus"]
+    assert (gpu["free"], gpu["is_integrated"]) == (7 << 30, True)
+    assert Accelerator("cuda:0").uses_host_memory
 
 
 def test_only_nvidia_gpus_are_described_with_a_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,14 @@ def test_xpu_and_rocm_devices_are_queried_from_torch(tool: Path, monkeypatch: py
     assert [(device.name, device.free) for device in devices] == [("xpu:0", 5), ("xpu:1", 2)]
 
 
+def test_integrated_gpu_is_planned_within_host_memory(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(tool, "echo '0, GPU-cc33, NVIDIA GB10, [N/A], [N/A], [N/A], 12.1'")
+    gb10 = Gpu("NVIDIA GB10", 128 * GIB, 100 * GIB, compute_capability="12.1", is_integrated=True)
+    have_torch_print(gpus.msgspec.json.encode(GpuSearch((gb10,))).decode(), monkeypatch)
+    host, gpu = machine.usable_devices()
+    assert (host.uses_host_memory, gpu.uses_host_memory, gpu.model) == (False, True, "NVIDIA GB10")
+
+
 def test_warning_names_a_gpu_that_torch_cannot_use(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of the others stay, and nothing is placed on the one without memory."""
     answer(tool, "exit 9")

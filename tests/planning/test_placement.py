@@ -10,6 +10,7 @@ from unfuse.core.compute_device import CONTEXT
 from unfuse.core.compute_options import ComputeOptions, ParallelDegrees
 from unfuse.core.errors import ConfigError
 from unfuse.planning.component_memory import KV_CACHE, LAYER, ComponentMemory
+from unfuse.planning.kv_memory import SHARE, with_kv_caches
 from unfuse.planning.placement import (
     CPU,
     EXCHANGE_BUFFERS,
@@ -18,6 +19,7 @@ from unfuse.planning.placement import (
     PlacedWorker,
     WorkerPlan,
     devices_of,
+    left_bytes,
     parse_place,
     parse_workers,
     place_workers,
@@ -244,6 +246,40 @@ def test_refusal_advises_float16_on_gpus_without_bfloat16() -> None:
     assert "it would fit with --dtype float16,vae=float32, or with" in text
     assert "bfloat16" not in text
     assert "--dtype bfloat16" in refusal(safe, wanted(), gpus(40))
+
+
+def integrated(host: float) -> tuple[Device, ...]:
+    """A machine with so many GiB for the host and its GPU together, as a GB10."""
+    return Device(CPU, int(host * GIB)), Device("cuda:0", int(host * GIB), uses_host_memory=True)
+
+
+def test_integrated_gpu_and_host_are_planned_for_one_memory() -> None:
+    """The workers need 37.6 GiB of a GPU, and 6.8 GiB of the host."""
+    want = wanted(arena=2 * GIB)
+    assert taken_bytes(place_workers(NEEDS, want, gpus(40)), want)["cuda:0"] < 40 * GIB
+    text = refusal(NEEDS, want, integrated(40))
+    sums = "44.5 GiB (encoder 14.0 GiB + denoiser 27.0 GiB + decoder 3.5 GiB) and has 40.0 GiB free"
+    assert f"cpu and cuda:0 (one memory) would need {sums}; it would fit with --arena 64MiB, or with weights" in text
+    assert "--offload" not in text, "it frees no memory there"
+    assert place_workers(NEEDS, want, integrated(50))
+
+
+def test_other_workers_on_the_cpu_leave_less_to_an_integrated_gpu() -> None:
+    assert left_bytes({CPU: 10 * GIB, "cuda:0": 5 * GIB}, integrated(40)) == {CPU: 25 * GIB, "cuda:0": 25 * GIB}
+    assert left_bytes({CPU: 10 * GIB, "cuda:0": 5 * GIB}, gpus(40)) == {CPU: 54 * GIB, "cuda:0": 35 * GIB}
+    capped = (integrated(40)[0], replace(integrated(40)[1], free=6 * GIB))
+    assert left_bytes({CPU: 10 * GIB, "cuda:0": 5 * GIB}, capped) == {CPU: 25 * GIB, "cuda:0": GIB}
+
+
+def test_kv_cache_of_an_integrated_gpu_leaves_the_memory_of_the_host() -> None:
+    kv = ComponentMemory(KV_CACHE, "bfloat16", GIB, shared_by_stages=True)
+    want = replace(WorkerPlan(arena=8 * GIB), counts={"all": 1})
+    needs = {"prefill": (TRANSFORMER, kv)}
+    (worker,) = with_kv_caches(place_workers(needs, want, integrated(64)), want, integrated(64))
+    assert sum(taken_bytes([worker], want).values()) < 64 * GIB
+    (separate,) = with_kv_caches(place_workers(needs, want, gpus(64)), want, gpus(64))
+    difference = taken_bytes([separate], want)["cuda:0"] - taken_bytes([worker], want)["cuda:0"]
+    assert abs(difference - SHARE * (8 * GIB + PROCESS)) < 2
 
 
 A100, L4 = "NVIDIA A100", "NVIDIA L4"

@@ -227,6 +227,14 @@ def test_plan_sums_memory_by_device() -> None:
     assert all(row["memory"] < row_total["takes"] for row in found.rows() for row_total in found.memory())
 
 
+def test_plan_also_sums_the_memory_that_host_and_gpu_share() -> None:
+    (host,) = HOST
+    found = plan_models([SHAPES], "", wanted(), (host, Device("cuda:0", host.free, uses_host_memory=True)))
+    cpu, gpu, both = found.memory()
+    assert [row["device"] for row in (cpu, gpu, both)] == [CPU, "cuda:0", "cpu and cuda:0 (one memory)"]
+    assert (both["takes"], both["free"]) == (cpu["takes"] + gpu["takes"], host.free)
+
+
 def test_missing_model_file_raises_config_error_naming_it(sibling: str) -> None:
     (Path(sibling) / "vae" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"vae/config\.json"):

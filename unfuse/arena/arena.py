@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfuse.arena.extents import BLOCK, ExtentAllocator, WritablePages
-from unfuse.arena.limits import available_memory, readable_bytes
+from unfuse.arena.limits import readable_bytes
 from unfuse.arena.objects import Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ConfigError
+from unfuse.core.host_memory import available_memory
 
 #: The name of the memory in /proc/PID/maps. No path leads to it.
 MEMFD_NAME = "unfuse-arena"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from unfuse.arena.limits import available_memory
 from unfuse.core.errors import ArenaFull
+from unfuse.core.host_memory import available_memory
 
 #: Bytes of the smallest allocation: a page.
 BLOCK = 4096

@@ -17,8 +17,9 @@ from msgspec.structs import asdict, replace
 from PIL.Image import Resampling
 from typing_extensions import override
 
-from unfuse.arena.limits import available_memory, readable_bytes
+from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.host_memory import available_memory
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES as WIDTHS
 from unfuse.core.parameters import OutputSize

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ import torch
 
 from unfuse.core.compute_device import BFLOAT16_CAPABILITY
 from unfuse.core.errors import ConfigError, DeviceUnusable
+from unfuse.core.host_memory import available_memory
 from unfuse.core.messages import DeviceId
 from unfuse.core.retries import first_line, is_out_of_memory
 
@@ -141,7 +141,7 @@ def memory(device: str) -> tuple[int, int]:
     device_module = torch.get_device_module(torch.device(device))
     if hasattr(device_module, "mem_get_info"):
         free, total = device_module.mem_get_info(device)
-        return (min(int(total), _available_host_memory()) if is_integrated(device) else int(free)), int(total)
+        return (min(int(total), available_memory()) if is_integrated(device) else int(free)), int(total)
 
     total = int(device_module.recommended_max_memory())
     return total - reserved_bytes(device), total
@@ -152,13 +152,7 @@ def is_integrated(device: str) -> bool:
 
     CUDA then counts the page cache as used, though the kernel frees it on demand.
     """
-    return bool(getattr(_properties(device), "is_integrated", False))
-
-
-def _available_host_memory() -> int:
-    """Return the bytes of host memory that can be allocated without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return device.startswith("mps") or bool(getattr(_properties(device), "is_integrated", False))
 
 
 def reserved_bytes(device: str) -> int:
@@ -194,6 +188,7 @@ def describe_devices() -> dict[str, Any]:
             torch.empty(0, device=name)
             free, total = memory(name)
             gpu |= {"name": name_of(name), "memory": total, "free": free, "compute_capability": _capability(name)}
+            gpu |= {"is_integrated": is_integrated(name)}
         except Exception as error:  # errors of drivers have no common base
             problems.append(f"{name}: {first_line(error)}")
         gpus.append(gpu)

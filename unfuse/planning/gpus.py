@@ -62,6 +62,8 @@ class Gpu(msgspec.Struct, frozen=True):
     kind: str = "cuda"
     #: Compute capability of an NVIDIA GPU, such as "7.5"; "" for others.
     compute_capability: str = ""
+    #: Whether it has no memory of its own, and uses that of the host.
+    is_integrated: bool = False
 
     @property
     def has_bfloat16(self) -> bool:

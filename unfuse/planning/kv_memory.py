@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from unfuse.planning.component_memory import KV_CACHE, ComponentMemory
-from unfuse.planning.placement import Device, PlacedWorker, WorkerPlan, taken_bytes
+from unfuse.planning.placement import Device, PlacedWorker, WorkerPlan, left_bytes, memories, taken_bytes
 
 #: The share of the memory that is left on a GPU which KV caches get. The rest is for larger requests than the default.
 SHARE = 0.9
@@ -25,12 +25,13 @@ def with_kv_caches(
     if plan.max_loaded_models == "1":
         return tuple(placed)
     caches = Counter(name for worker in placed if not worker.on_cpu for name in worker.devices for _ in _caches(worker))
-    planned = taken_bytes(placed, plan)
-    shares = {
-        device.name: int((device.free - planned[device.name]) * SHARE) // caches[device.name]
-        for device in devices
-        if caches[device.name]
-    }
+    left = left_bytes(taken_bytes(placed, plan), devices)
+    # of the memories that a device uses, the one with most caches
+    users = {name: 0 for name in left}
+    for memory in memories(devices):
+        for name in memory.devices:
+            users[name] = max(users[name], sum(caches[user] for user in memory.devices))
+    shares = {name: int(left[name] * SHARE) // users[name] for name in caches}
 
     def resize(worker: PlacedWorker, part: ComponentMemory) -> ComponentMemory:
         """Return the cache with its size on each rank."""

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from unfuse.arena.limits import available_memory
 from unfuse.core.errors import UsageError
+from unfuse.core.host_memory import available_memory
 from unfuse.planning.gpus import Gpu, search_gpus, version_of
 from unfuse.planning.placement import CPU, Device
 
@@ -96,7 +96,7 @@ def _device(name: str, free: int, gpu: Gpu | None) -> Device:
     """
     if gpu is None:
         return Device(name, free)
-    return Device(name, free, gpu.has_bfloat16, gpu.name)
+    return Device(name, free, gpu.has_bfloat16, gpu.name, gpu.is_integrated)
 
 
 def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:

@@ -65,6 +65,43 @@ class Device(msgspec.Struct, frozen=True):
     has_bfloat16: bool = True
     #: Name of the GPU's model; "": unknown.
     model: str = ""
+    #: Whether it is a GPU without memory of its own.
+    uses_host_memory: bool = False
+
+
+class Memory(NamedTuple):
+    """A memory, and the devices that use it."""
+
+    #: The names of the devices.
+    devices: tuple[str, ...]
+    #: Free bytes.
+    free: int
+
+    @property
+    def name(self) -> str:
+        """The devices as part of a sentence."""
+        return " and ".join(self.devices) + (" (one memory)" if len(self.devices) > 1 else "")
+
+    def left(self, needed: Mapping[str, int]) -> int:
+        """Return the bytes that these needs by device leave. Below 0, they do not fit."""
+        return self.free - sum(needed.get(device, 0) for device in self.devices)
+
+
+def memories(devices: Iterable[Device]) -> list[Memory]:
+    """Return the memory of each device, and that which host and GPUs share."""
+    devices = list(devices)
+    separate = [Memory((device.name,), device.free) for device in devices]
+    sharing = tuple(device.name for device in devices if device.uses_host_memory)
+    return separate + [Memory((CPU, *sharing), device.free) for device in devices if sharing and device.name == CPU]
+
+
+def left_bytes(needed: Mapping[str, int], devices: Iterable[Device]) -> dict[str, int]:
+    """Return the bytes that these needs by device leave on each device."""
+    left = dict[str, int]()
+    for memory in memories(devices):
+        for name in memory.devices:
+            left[name] = min(left.get(name, memory.free), memory.left(needed))
+    return left
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
@@ -254,8 +291,8 @@ def place_workers(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> 
     offloads = any(part.offload(plan.compute.offload) != "none" for worker in placed for part in worker.parts)
     if offloads and all(worker.on_cpu for worker in placed):
         raise ConfigError(f"--offload {plan.compute.offload} needs a GPU: on a CPU weights are in host memory anyway")
-    if full_devices := _full_devices(placed, plan, devices):
-        raise ConfigError(_refusal(full_devices, placed, needs, plan, devices))
+    if full_memories := _full_memories(placed, plan, devices):
+        raise ConfigError(_refusal(full_memories, placed, needs, plan, devices))
     return placed
 
 
@@ -282,7 +319,8 @@ def worker_bytes(placed: Sequence[PlacedWorker], plan: WorkerPlan) -> list[Count
 
 def _assign_devices(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
     """Choose a device for each worker, without a check that all of them fit."""
-    free = {device.name: device.free for device in devices}
+    needed = Counter[str]()
+    free = left_bytes(needed, devices)
     gpu_models = {device.name: device.model for device in devices}
     placed: list[PlacedWorker] = []
     counts = plan.worker_counts(needs)
@@ -299,8 +337,8 @@ def _assign_devices(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -
             worker = PlacedWorker(role, "+".join(rank_devices(name, spreads)), parts_of(role, needs, spreads))
             _check_ranks(worker, gpu_models)
             placed.append(worker)
-            for device, size in worker.device_bytes(plan).items():
-                free[device] -= size  # may become negative: `place_workers` compares the sums afterwards
+            needed += worker.device_bytes(plan)
+            free = left_bytes(needed, devices)  # may become negative: `place_workers` compares the sums afterwards
 
     # the workers of the first roles were placed first, but are started in the order of the counts
     order = list(counts)
@@ -349,9 +387,10 @@ def _pick_device(
         [name for name in ordered if gpu_models[name] == model][:size]
         for model in dict.fromkeys(gpu_models[name] for name in ordered)
     ]
-    groups = [group for group in groups if len(group) == size]
-    # without a group, the error names the GPUs with most free memory
-    return "+".join(max(groups, key=lambda group: free[group[-1]], default=ordered[:size]))
+    # without such a group, the error names the GPUs with most free memory
+    groups = [group for group in groups if len(group) == size] or [[*ordered[:size]]]
+    roomiest = max(groups, key=lambda group: free[group[-1]])
+    return "+".join(roomiest)
 
 
 def _check_ranks(worker: PlacedWorker, gpu_models: Mapping[str, str]) -> None:
@@ -398,14 +437,16 @@ def _join_offloaded(placed: list[PlacedWorker], needs: Needs, plan: WorkerPlan) 
     return tuple(placed)
 
 
-def _full_devices(placed: Sequence[PlacedWorker], plan: WorkerPlan, devices: Sequence[Device]) -> list[Device]:
-    """Return the devices on which these workers need more than is free."""
+def _full_memories(placed: Sequence[PlacedWorker], plan: WorkerPlan, devices: Sequence[Device]) -> list[Memory]:
+    """Return the memories of which these workers need more than is free."""
     needed = taken_bytes(placed, plan)
-    return [device for device in devices if needed[device.name] > device.free]
+    full = [memory for memory in memories(devices) if memory.left(needed) < 0]
+    # a shared memory says more than one of its devices
+    return [memory for memory in full if not any({*memory.devices} < {*other.devices} for other in full)]
 
 
 def _refusal(
-    full_devices: list[Device],
+    full_memories: list[Memory],
     placed: Sequence[PlacedWorker],
     needs: Needs,
     plan: WorkerPlan,
@@ -417,15 +458,17 @@ def _refusal(
     """
     sums = []
     bytes_by_worker = worker_bytes(placed, plan)
-    for device in full_devices:
+    for memory in full_memories:
         sizes = [
-            (worker.role, by_device[device.name]) for worker, by_device in zip(placed, bytes_by_worker, strict=True)
+            (worker.role, sum(by_device[name] for name in memory.devices))
+            for worker, by_device in zip(placed, bytes_by_worker, strict=True)
         ]
         shares = " + ".join(f"{role} {readable_bytes(size)}" for role, size in sizes if size)
         total = readable_bytes(sum(size for _, size in sizes))
-        sums.append(f"{device.name} would need {total} ({shares}) and has {readable_bytes(device.free)} free")
+        sums.append(f"{memory.name} would need {total} ({shares}) and has {readable_bytes(memory.free)} free")
+    full_names = {name for memory in full_memories for name in memory.devices}
     others = [
-        f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device not in full_devices
+        f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device.name not in full_names
     ]
 
     return f"the models do not fit: {'; '.join([*sums, *others])}; {_advice(needs, plan, devices)}"
@@ -469,7 +512,7 @@ def _fits(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> bool:
     plans = [plan, replace(plan, counts={ALL_STAGES: 1})] if plan.is_layout_free and not plan.place else [plan]
     for candidate in plans:
         with suppress(ConfigError):  # there may be more ranks than devices
-            if not _full_devices(_assign_devices(needs, candidate, devices), candidate, devices):
+            if not _full_memories(_assign_devices(needs, candidate, devices), candidate, devices):
                 return True
     return False
 

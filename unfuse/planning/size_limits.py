@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from unfuse.core.model_spec import ModelSpec
 from unfuse.planning.component_memory import ComponentMemory
-from unfuse.planning.placement import Device, PlacedWorker, WorkerPlan, taken_bytes
+from unfuse.planning.placement import Device, PlacedWorker, WorkerPlan, left_bytes, taken_bytes
 
 #: What formulas may be wrong by. A size is refused only if it does not fit with so much less.
 TOLERANCE = 0.1
@@ -26,8 +26,7 @@ def size_limits(
         return limits
     pixels, frames = int(str(default["width"])) * int(str(default["height"])), int(str(default["num_frames"]))
 
-    planned = taken_bytes(placed, plan)
-    left = {device.name: device.free - planned[device.name] for device in devices}
+    left = left_bytes(taken_bytes(placed, plan), devices)
     for worker in placed:
         if worker.on_cpu:
             continue

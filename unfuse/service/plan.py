@@ -36,6 +36,7 @@ from unfuse.planning.placement import (
     Device,
     PlacedWorker,
     WorkerPlan,
+    memories,
     parse_place,
     parse_workers,
     place_workers,
@@ -158,15 +159,15 @@ class ServingPlan(msgspec.Struct, frozen=True):
         return {component: times for counter in counters for (component, _), times in counter.items() if times > 1}
 
     def memory(self) -> list[dict[str, Any]]:
-        """Return a table row for each used device, with used and free bytes.
+        """Return a table row for each used memory, with used and free bytes.
 
         Processes and arenas of the workers are included, and on GPUs the activations of one request.
         """
         used = taken_bytes(self.workers, self.worker_plan)
         return [
-            {"device": device.name, "takes": ByteSize(used[device.name]), "free": ByteSize(device.free)}
-            for device in self.devices
-            if used[device.name]
+            {"device": memory.name, "takes": ByteSize(memory.free - memory.left(used)), "free": ByteSize(memory.free)}
+            for memory in memories(self.devices)
+            if memory.left(used) < memory.free
         ]
 
 

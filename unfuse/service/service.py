@@ -34,6 +34,7 @@ from unfuse.edge.keys import ApiKeys as ApiKeys
 from unfuse.launch.base import Launcher
 from unfuse.launch.local import ForkServers, InheritedForks, LocalLauncher
 from unfuse.planning.machine import usable_devices
+from unfuse.planning.placement import left_bytes
 from unfuse.queues.base import QueueBackend, QueueLimits, RequestStore
 from unfuse.scheduler.admission import PoolArenas
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -342,7 +343,7 @@ class Service(Stoppable):
         options = self._options
         devices = usable_devices(options.device_memory, elsewhere=options.launcher is not None)
         # The free memory was measured, so it lacks what is allocated. --device-memory is a total.
-        free = {device.name: max(0, device.free - unallocated[device.name]) for device in devices}
+        free = {name: max(0, left) for name, left in left_bytes(unallocated, devices).items()}
         free |= {name: max(0, min(free[name], limit - used[name])) for name, limit in options.device_memory.items()}
         configured = models.keys() & {*options.serve.models}
         revision = options.serve.revision if configured else ""

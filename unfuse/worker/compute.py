@@ -24,12 +24,13 @@ import xxhash
 from msgspec.structs import replace
 
 from unfuse.arena.client import ArenaClient
-from unfuse.arena.limits import available_memory, readable_bytes
+from unfuse.arena.limits import readable_bytes
 from unfuse.arena.protocol import peer_of
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.compute_options import Batching, worker_parallelism
 from unfuse.core.errors import ConfigError, DeviceUnusable, PermanentError, UnfuseError
+from unfuse.core.host_memory import available_memory
 from unfuse.core.messages import DeviceId
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, StageSpec

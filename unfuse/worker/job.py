@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import structlog
 
-from unfuse.arena.limits import available_memory, readable_bytes
+from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import PermanentError, ProtocolError, ResultsUnavailable, TransientError
+from unfuse.core.host_memory import available_memory
 from unfuse.core.messages import CachePrefix, OutputAnnounced
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import declared_pool, prefix_key

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from unfuse.arena.limits import available_memory, readable_bytes
+from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError
+from unfuse.core.host_memory import available_memory
 from unfuse.core.retries import first_line, is_out_of_host_memory, is_out_of_memory
 
 #: What a person can do about a GPU that is too small, and about too little host memory.
