@@ -33,6 +33,7 @@ SLOW = (
     "tests/language/test_parsed_words.py", "tests/language/test_sampling.py", "tests/language/test_special_text.py",
     "tests/language/test_tokenizer.py", "tests/language/test_tool_messages.py",
     "tests/parallel/test_texts.py", "tests/pretend", "tests/stages/test_adapter_alphas.py",
+    "tests/stages/test_attention.py",
     "tests/stages/test_language_model.py", "tests/stages/test_noise_state.py",
     "tests/stages/test_whole.py",
     "tests/stores/test_store_conformance.py", "tests/stores/test_two_hosts.py", "tests/tools",

@@ -34,6 +34,7 @@ MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees
 COUNTED = "one plan says how many workers there are of each role: --workers encoder=1,denoiser=2,decoder=1"
 SETTLED = "a pool stops to compare batches after three differences"
 FLOAT32 = "float32 is computed in float32 on CUDA devices, unless this allows TF32"
+ATTENTION = "the kernels of a denoiser's attention can be chosen"
 BATCHES = "compares batches with requests alone, in place of a search in the worker"
 HELP = "expert settings are in this help only"
 TILED = (
@@ -232,13 +233,18 @@ RENAMES = Renames(
         | dict.fromkeys(("device_failures", "device_health", "unhealthy_reason"), NAMED),
         "metrics": {"unfuse_pool_not_batch_invariant": SETTLED, "unfuse_device_healthy": NAMED},
         "labels": dict.fromkeys(("index", "uuid", "worker"), NAMED),
-        "settings": {"UNFUSE_COMPUTE__EXACT_ONLY": TILED, "UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32},
+        "settings": {
+            "UNFUSE_COMPUTE__EXACT_ONLY": TILED,
+            "UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32,
+            "UNFUSE_COMPUTE__ATTENTION": ATTENTION,
+        },
         "flags": {
             "--max-loaded-models": LOADED,
             "--help-all": HELP,
             "--exact-only": TILED,
             "--no-exact-only": TILED,
             "--fp32-precision": FLOAT32,
+            "--attention": ATTENTION,
             "--batches": BATCHES,
         },
     },

@@ -299,6 +299,9 @@ Fp32Precision = Literal["ieee", "tf32"]
 Loop = Literal["normal", "overlapped"]
 MaxLoadedModels = Literal["1", "all"]
 
+NATIVE_ATTENTION = "native"
+"""The default of --attention: torch chooses a kernel by device, dtype and shape."""
+
 DEFAULT_MAX_BATCH = 8  # the most tasks in one forward by default
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -432,6 +435,14 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             extra={"level": "expert"},
         ),
     ] = "ieee"
+    attention: Annotated[
+        str,
+        Meta(
+            description="Kernels of the denoisers' attention, by diffusers' names: native (torch chooses), "
+            "_native_cudnn, _native_flash, _native_efficient, _native_math, flash, flash_varlen, _flash_3, sage, "
+            "xformers, and others. Never tried on a GPU.",
+        ),
+    ] = NATIVE_ATTENTION
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -440,4 +451,5 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         All workers of one scheduler must agree on them.
         """
         batching = "exact" if self.batching == "auto" else self.batching
-        return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae}
+        attention = {} if self.attention == NATIVE_ATTENTION else {"attention": self.attention}
+        return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae, **attention}

@@ -29,6 +29,7 @@ from unfuse.models.defaults import ServingConfig, read_serving
 from unfuse.models.encoders import component_parallel_plan, encoder_parallelism
 from unfuse.models.noise_schedulers import draws_noise, is_split
 from unfuse.parallel.parallel_plan import ParallelPlan
+from unfuse.stages.attention import check_masks, set_attention
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, VAE_DECODE
 from unfuse.weights.folder import INDEX, ModelFolder, choose_dtypes
@@ -320,6 +321,7 @@ class DiffusersFamily(Family):
             return ImageEncode(self.image_encoder(loader))
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
+            check_masks(runtime.options.attention, denoiser.masks)
             preview = PreviewDecoder(lambda: self.vae(loader.for_this_rank))
             adapters = self._adapters(loader, denoiser)
             redraw = self.redraw(loader, denoiser.dtype)
@@ -426,6 +428,9 @@ class Loader:
         else:
             model = load()
             mapped = MappedTensors(())
+
+        if library == "diffusers":
+            set_attention(model, runtime.options.attention, component, self.device.type)
 
         # Sharded before it moves, so that a device needs no memory for the whole model.
         if runtime.mesh and (plan := component_parallel_plan(component, name, self._plan)):

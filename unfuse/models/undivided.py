@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 
-from unfuse.core.compute_options import Fp32Precision
+from unfuse.core.compute_options import NATIVE_ATTENTION, Fp32Precision
 from unfuse.core.pixels import read_rgb
 from unfuse.core.plan import Params
 from unfuse.models.undivided_family import casting
+from unfuse.stages.attention import set_attention
 from unfuse.stages.base import need
 from unfuse.stages.media import encode
 
@@ -40,6 +41,8 @@ class Undivided(msgspec.Struct, frozen=True):
     image: str = ""
     #: How float32 is computed on a CUDA device, as in workers.
     fp32_precision: Fp32Precision = "ieee"
+    #: The attention backend of its denoiser, as in workers.
+    attention: str = NATIVE_ATTENTION
 
 
 def main() -> None:
@@ -73,7 +76,10 @@ def _load(model: Undivided) -> Any:
     pipeline = DiffusionPipeline.from_pretrained(model.folder, dtype={**dtypes, "default": torch.float32})
     pipeline.set_progress_bar_config(disable=True)
     casting(pipeline.vae)
-    return pipeline.to(model.device)
+    pipeline.to(model.device)
+    for name, component in pipeline.components.items():
+        set_attention(component, model.attention, name, torch.device(model.device).type)
+    return pipeline
 
 
 def _generate(pipeline: Any, model: Undivided, threads: int, params: Params) -> tuple[str, ...]:

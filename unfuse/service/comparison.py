@@ -80,8 +80,9 @@ class UndividedPipeline:
         #: The number of threads with which requests are fastest; 0 until it is measured.
         self._best_threads = 0
 
+        compute = plan.worker_plan.compute
         self._options = Undivided(
-            str(model.folder), device, dtypes, str(image or ""), plan.worker_plan.compute.fp32_precision
+            str(model.folder), device, dtypes, str(image or ""), compute.fp32_precision, compute.attention
         )
         self._output = OutputPump(on_line)
         stderr = self._output.pipe(0)

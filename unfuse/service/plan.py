@@ -48,6 +48,7 @@ from unfuse.service.addresses import keys_folder
 from unfuse.service.dtypes import explicit_dtypes, roles_on_gpus
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.settings import FIELDS, ByteSize
+from unfuse.stages.attention import check_attention
 from unfuse.stages.specs import DECODE, DENOISE, PREFILL
 from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes
 from unfuse.weights.gguf_model import open_files
@@ -238,9 +239,11 @@ def plan_models(
             if stage.kind in (PREFILL.kind, DECODE.kind) and (heads := stage.parallelism.get("tensor", 0))
         },
     )
-    # Both raise for settings that these models cannot have: unknown roles, and unsupported parallelism.
+    # These raise for settings that the models cannot have: unknown roles, unsupported parallelism and attention.
     wanted.worker_counts(needs)
-    refuse(parse_parallel(wanted.compute.parallel), stages, wanted.compute.offload)
+    spreads = parse_parallel(wanted.compute.parallel)
+    refuse(spreads, stages, wanted.compute.offload)
+    check_attention(wanted.compute.attention, stages, spreads)
     layouts = None
     if wanted.auto:
         layouts = search_layouts([model.spec for model in models], needs, wanted, devices, host or HostResources())

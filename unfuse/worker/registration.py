@@ -26,6 +26,7 @@ from unfuse.core.model_spec import ModelSpec, is_path, name_of
 from unfuse.core.offload_options import check_offload
 from unfuse.core.plan import StageSelector, StageSpec, pool_with_numerics, readable_pool, roles_of, slots_of
 from unfuse.models import fetch
+from unfuse.stages.attention import check_attention
 from unfuse.stores import BACKENDS, BLOB_STORES
 from unfuse.stores.results import is_same_store
 from unfuse.stores.tensor_store import TensorStore
@@ -154,7 +155,9 @@ def decide_served(registered: Registered, options: WorkerOptions, choice: StageS
     if options.trusted_keys is not None:
         require_listed_stores(registered.storage, options.own_stores)
     if registered.required_numerics not in ({}, compute.numerics):
-        flags = " ".join(f"--{name} {value}" for name, value in registered.required_numerics.items())
+        others = dict.fromkeys(compute.numerics.keys() - registered.required_numerics.keys(), "")
+        defaults = {name: getattr(ComputeOptions(), name) for name in others}
+        flags = " ".join(f"--{name} {value}" for name, value in (registered.required_numerics | defaults).items())
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {flags}")
     if registered.exact_only and not compute.exact_only:
         raise ConfigError(
@@ -190,6 +193,7 @@ def decide_served(registered: Registered, options: WorkerOptions, choice: StageS
     spreads = worker_parallelism(parallel, choice.roles)
     check_offload(compute.offload, sorted({component for spec in specs for component in spec.dtypes}))
     refuse(spreads, [stage for spec in specs for stage in spec.pipeline.stages], compute.offload)
+    check_attention(compute.attention, stages, spreads)
     require_result_store(stages, registered.storage)
     # One slot more than a batch: the next task arrives and loads its inputs while the batch is full.
     batch = (
