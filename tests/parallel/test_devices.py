@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import get_ident
+from threading import Thread, current_thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,9 +200,13 @@ def test_undivided_pipeline_selects_the_device_in_the_thread_of_its_call(selecte
 
 
 def test_transfer_pairs_select_the_device_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ends over gloo: its device is the CPU, and each call of a pair selects it."""
-    calls: list[tuple[int, str]] = []
-    monkeypatch.setattr("unfuse.parallel.pairs.set_current", lambda device: calls.append((get_ident(), str(device))))
+    """Two ends over gloo: its device is the CPU, and each call of a pair selects it.
+
+    Threads are compared, and not their numbers, which the system gives out again.
+    """
+    calls: list[tuple[Thread, str]] = []
+    selected_there = "unfuse.parallel.pairs.set_current"
+    monkeypatch.setattr(selected_there, lambda device: calls.append((current_thread(), str(device))))
     ends = [TorchPairs(np.full(8, number, np.uint8), "cuda:1") for number in range(2)]
     port = ends[0].offer("a", "gloo", "127.0.0.1", 60.0)
     ends[1].join("a", "gloo", "127.0.0.1", 60.0, ("127.0.0.1", port))
@@ -212,7 +216,7 @@ def test_transfer_pairs_select_the_device_in_every_thread(monkeypatch: pytest.Mo
         sending.result()
     assert ends[1]._memory.tolist() == [0] * 8
     assert {name for _, name in calls} == {"cpu"}
-    assert [thread for thread, _ in calls].count(get_ident()) == 2  # joined and moved here
+    assert [thread for thread, _ in calls].count(current_thread()) == 2  # joined and moved here
     assert len({thread for thread, _ in calls}) == 3  # and connected and moved in two others
 
 
