@@ -188,15 +188,25 @@ def test_layers_degree_is_limited_by_the_model_with_fewest_blocks() -> None:
         refuse({"denoiser": ParallelDegrees.parse("layers:21")}, [DENOISE, other])
 
 
-@pytest.mark.parametrize("how", ["shard:2", "layers:2", "tensor:2"])
-def test_divided_weights_cannot_be_combined_with_offload(how: str) -> None:
+@pytest.mark.parametrize("how", ["layers:2", "tensor:2"])
+def test_layers_and_tensor_cannot_be_combined_with_offload(how: str) -> None:
     stage = replace(DENOISE, components=("transformer", "scheduler"))
     refuse({"denoiser": ParallelDegrees.parse("ulysses:2")}, [stage], "model")
     refuse({"denoiser": ParallelDegrees.parse(how)}, [stage], "model,transformer=none")
     refuse({"denoiser": ParallelDegrees.parse(how)}, [stage], "vae=model")
     advice = "leave one of them out, or add transformer=none to --offload"
-    with pytest.raises(ConfigError, match=f"denoiser={how} cannot be combined with --offload model: {advice}"):
+    says = f"denoiser={how} cannot be combined with --offload model: {advice}"
+    with pytest.raises(ConfigError, match=f"{says}, or use shard$"):
         refuse({"denoiser": ParallelDegrees.parse(how)}, [stage], "model")
+    with pytest.raises(ConfigError, match=f"{says}$"):
+        refuse({"denoiser": ParallelDegrees.parse(how)}, [replace(stage, parallelism={"tensor": 0})], "model")
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential", "transformer=model"])
+def test_shards_can_be_offloaded(offload: str) -> None:
+    stage = replace(DENOISE, components=("transformer", "scheduler"))
+    for how in ("shard:2", "cfg:2+shard:2"):
+        refuse({"denoiser": ParallelDegrees.parse(how)}, [stage], offload)
 
 
 HEADS_40 = {"ulysses": 40, "ring": 0, "cfg": 2, "tensor": 40, "layers": 40, "shard": 0}

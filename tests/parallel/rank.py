@@ -3,7 +3,7 @@
 Each task is a spread (of the denoiser, or ROLE=SPREAD) and a job of the families' tests. Rank 0 saves the latents as
 `SPREAD JOB.npy` in the rendezvous' folder, and beside them, as `SPREAD JOB.json`, whether this processor multiplies a
 share of the tokens as it multiplies all. The spread "copied" is none, with weights that lie in memory as torch
-allocates it, not as files are mapped.
+allocates it, not as files are mapped. With "offloaded" behind a spread, shards are in host memory.
 """
 
 import json
@@ -16,13 +16,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_forward_hook
 
 from tests.models import conftest as c
 from unfuse.core.compute_options import ParallelDegrees
 from unfuse.core.derived_facts import DerivedFacts
-from unfuse.models import find
+from unfuse.models import base, find
 from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.parallel import sequence
 from unfuse.parallel.group import Group
@@ -31,6 +32,7 @@ from unfuse.weights.adapters import AdapterFolder
 from unfuse.weights.shared import resident_tensors
 
 LIMIT_S = 60.0
+OFFLOADED = " offloaded"
 
 
 def _copied(loader: Loader, model: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
@@ -88,10 +90,12 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
         folder = tiny.folder(model)
         family = find(folder)
         card = family.model_spec("model", folder, dtype)
-        mesh = group.mesh(ParallelDegrees.parse(spread)) if ":" in spread else None
-        runtime = RuntimeOptions("cpu", card.dtypes, c.EXACT, loras, mesh, group=group)
+        mesh = group.mesh(ParallelDegrees.parse(spread.removesuffix(OFFLOADED))) if ":" in spread else None
+        offload = "transformer=model,transformer_2=model" if spread.endswith(OFFLOADED) else "none"
+        runtime = RuntimeOptions("cpu", card.dtypes, replace(c.EXACT, offload=offload), loras, mesh, group=group)
         specs = [spec for spec in card.pipeline.stages if kind in spec.name]
-        with patch.object(Loader, "_place", _copied) if spread == "copied" else nullcontext():
+        stand_in = patch.object(base, "require_gpu")  # the host stands in for a GPU
+        with stand_in, patch.object(Loader, "_place", _copied) if spread == "copied" else nullcontext():
             return [family.load(spec, folder, runtime) for spec in specs]
 
     for spread, name in json.load(sys.stdin):

@@ -161,7 +161,7 @@ def test_two_ranks_match_the_undivided_pipeline_for_each_parallelism(undivided: 
 
 
 def test_lora_adapter_is_applied_with_shard_and_layers(undivided: c.Undivided, latents: Make) -> None:
-    asked = tasks(["lora-original"], ("copied", "shard:2", "layers:2"))
+    asked = tasks(["lora-original"], ("copied", "shard:2", "shard:2 offloaded", "layers:2"))
     check(undivided, latents(2, asked), asked)
 
 
@@ -175,6 +175,18 @@ def test_all_lora_adapters_are_applied_with_each_parallelism(undivided: c.Undivi
 def test_two_tensor_parallel_ranks_match_the_undivided_pipeline(undivided: c.Undivided, latents: Make) -> None:
     asked = [*tasks(CUT, ("tensor:2", "encoder=tensor:2")), ("encoder=tensor:2+tiles:2", "tiled-picture")]
     check(undivided, latents(2, asked), asked)
+
+
+@pytest.mark.nightly
+def test_offloaded_shards_have_the_bytes_of_shards_on_the_device(undivided: c.Undivided, latents: Make) -> None:
+    """Of each family, with adapters, and beside another kind."""
+    spreads = ("shard:2", "ulysses:2+shard:2")
+    asked = tasks([*DAY, *LORAS], [name + behind for name in spreads for behind in ("", " offloaded")])
+    folder = latents(2, asked)
+    for spread, name in asked:
+        if spread in spreads:
+            found, wanted = (np.load(folder / f"{spread}{behind} {name}.npy") for behind in (" offloaded", ""))
+            assert found.tobytes() == wanted.tobytes(), (spread, name)
 
 
 @pytest.mark.nightly

@@ -447,10 +447,31 @@ def test_out_of_memory_error_suggests_adding_shard_to_parallel() -> None:
     text = refusal(NEEDS, replace(want, shardable_roles=frozenset({"denoiser"})), gpus(16, 16, 16, 16))
     assert "it would fit with --parallel denoiser=ulysses:4+shard:4" in text
     assert "shard" not in refusal(NEEDS, replace(want, shardable_roles=frozenset()), gpus(16, 16, 16, 16))
-    for how in ("shard:2", "tensor:2"):
+    for how, advised in (("shard:2", True), ("layers:2", False), ("tensor:2", False)):
         text = refusal(NEEDS, spread(how, place="encoder=cpu,decoder=cpu"), gpus(9, 9))
-        assert "with --offload" not in text
+        assert ("it would fit with --offload model, or with --offload sequential" in text) == advised
+        assert ("with --offload" in text) == advised
         assert "with --parallel" not in text
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_offloaded_shards_of_all_ranks_are_in_host_memory(offload: str) -> None:
+    """On each GPU are the gathered blocks, and this rank's shards of the next one."""
+    want = spread("shard:2", place="encoder=cpu,decoder=cpu", offload=offload)
+    placed = place_workers(NEEDS, want, gpus(4, 4))
+    rank_bytes = RANK + 24 * GIB // 20 + -(-12 * GIB // 40)
+    assert placed[1].device_bytes(want) == {"cuda:0": rank_bytes, "cuda:1": rank_bytes, CPU: 2 * PROCESS + 24 * GIB}
+    assert "cuda:0 would need" in refusal(NEEDS, want, gpus(2, 2))
+    (host, *devices) = gpus(4, 4)
+    assert "cpu would need" in refusal(NEEDS, want, (replace(host, free=30 * GIB), *devices))
+
+
+def test_offloaded_shards_make_room_for_other_components_of_their_worker() -> None:
+    """Shards are on the device only while they are computed with, when no other component is."""
+    want = replace(spread("shard:2", offload="model"), counts={"all": 1})
+    (worker,) = place_workers(NEEDS, want, gpus(12, 12))
+    assert worker.device_bytes(want)["cuda:0"] == RANK + 10 * GIB
+    assert worker.device_bytes(want)[CPU] == 2 * PROCESS + sum(part.bytes for part in (T5, CLIP, VAE)) + 24 * GIB
 
 
 def test_ranks_must_fit_on_the_smallest_of_their_gpus() -> None:

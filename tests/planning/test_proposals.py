@@ -103,6 +103,21 @@ def test_sharding_is_advised_where_half_of_a_transformer_fits(tmp_path: Path) ->
     assert "it would fit with --parallel denoiser=shard:2" in plan.refusal
 
 
+def test_offload_is_advised_for_shards_that_do_not_fit(tmp_path: Path) -> None:
+    """Each card would have half of both transformers, which is more than it has free."""
+    folder = make_folder("wan2.2", tmp_path / "model")
+    plain = ComputeOptions(parallel="denoiser=shard:2")
+    refused, followed = (
+        plan_models([str(folder)], "", WorkerPlan(compute=options), devices("2 × 24 GB"))
+        for options in (plain, replace(plain, offload="model"))
+    )
+    assert "it would fit with --offload model, or with" in refused.refusal
+    assert not followed.refusal
+    taken = taken_bytes(followed.workers, followed.worker_plan)
+    transformers = sum(part.bytes for worker in followed.workers for part in worker.parts if part.is_sharded)
+    assert taken["cuda:0"] < 24 * GIB < 2 * transformers < taken[CPU]
+
+
 def test_offload_is_not_advised_for_weights_that_torchao_quantized(tmp_path: Path) -> None:
     folder = make_folder("flux1", tmp_path / "model")
     file = folder / "transformer" / "config.json"

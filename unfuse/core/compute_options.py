@@ -33,6 +33,9 @@ SHARDING_KINDS = ("layers", SHARD)
 WEIGHT_SPLITTING_KINDS = (*SHARDING_KINDS, "tensor")
 """Kinds whose ranks do not each have all weights."""
 
+RESIDENT_KINDS = ("layers", "tensor")
+"""Kinds whose ranks keep their part of the weights on the device. FSDP can offload it."""
+
 MAX_RANKS = 64  # the most ranks of a worker
 AUTO = "auto"  # value of --parallel: as many ranks as the worker has devices, see `choose_parallel`
 
@@ -215,19 +218,21 @@ def refuse(spreads: Mapping[str, ParallelDegrees], stages: Iterable[StageSpec], 
     """Raise ConfigError if these stages do not support these degrees.
 
     The message names the supported degrees.
-    A role that no stage has is refused too, and so are split weights of components that are offloaded.
+    A role that no stage has is refused too, and so are components that are offloaded although ranks split
+    their weights by `layers` or `tensor`.
     """
     stages = list(stages)
     for role, spread in spreads.items():
+        allowed_by_stage = [stage.parallelism for stage in stages if stage.role == role]
         components = dict.fromkeys(name for stage in stages if stage.role == role for name in stage.components)
-        splits = any(kind in spread.degrees for kind in WEIGHT_SPLITTING_KINDS)
-        if splits and (moved := offloaded(offload, components)):
+        is_resident = any(kind in spread.degrees for kind in RESIDENT_KINDS)
+        if is_resident and (moved := offloaded(offload, components)):
             exceptions = ",".join(f"{component}=none" for component in moved)
+            others = f", or use {SHARD}" if all(SHARD in allowed for allowed in allowed_by_stage) else ""
             raise UsageError(
                 f"--parallel {role}={spread} cannot be combined with --offload {offload}: leave one of them out, or "
-                f"add {exceptions} to --offload"
+                f"add {exceptions} to --offload{others}"
             )
-        allowed_by_stage = [stage.parallelism for stage in stages if stage.role == role]
         if not allowed_by_stage:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))
             raise UsageError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")

@@ -49,6 +49,12 @@ def offloaded(text: str, components: Iterable[str]) -> list[str]:
     return [component for component in with_weights if offload_of(text, component) != "none"]
 
 
+def require_gpu(offload: Offload, kind: str) -> None:
+    """Raise ConfigError if a component is offloaded from a CPU."""
+    if offload != "none" and kind == "cpu":
+        raise ConfigError(f"--offload {offload} needs a GPU: on a CPU, weights are in host memory anyway")
+
+
 def check_offload(text: str, components: Collection[str]) -> None:
     """Raise ConfigError if `--offload` names a component that no model has.
 

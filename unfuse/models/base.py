@@ -6,6 +6,7 @@ import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,12 +18,12 @@ import xxhash
 from msgspec.structs import asdict, replace
 from typing_extensions import override
 
-from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.compute_options import SHARD, ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.modalities import MediaLimits
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import DTYPES as WIDTHS
-from unfuse.core.offload_options import Offload, offload_of
+from unfuse.core.offload_options import Offload, offload_of, require_gpu
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.declared import call_defaults
 from unfuse.models.defaults import ServingConfig, read_serving
@@ -415,15 +416,16 @@ class Loader:
         quantized = self.folder.quantization(component)
         offload = offload_of(runtime.options.offload, component)
         check(component, quantized, files, dtype, self.device.type, offload)
+        require_gpu(offload, self.device.type)
 
         load = partial(self._load_checked, component, select_part)
-        offloads = offload != "none"
-        converts = (
-            not isinstance(self.folder, GgufModel) and not quantized and not self.folder.stores_dtype(component, dtype)
-        )
+        mesh, plan = runtime.mesh, component_parallel_plan(component, name, self._plan)
+        is_sharded = offload != "none" and isinstance(plan, ParallelPlan) and bool(mesh and SHARD in mesh.degrees)
+        pins = offload != "none" and not is_sharded
+        converts = not (isinstance(self.folder, GgufModel) or quantized or self.folder.stores_dtype(component, dtype))
         # Weights that each rank would pin or convert are loaded once for all ranks. Others are mapped from the files.
-        if runtime.group and (offloads or converts):
-            model = load_together(runtime.group, self.folder, component, library, load, offloads)
+        if runtime.group and (pins or converts):
+            model = load_together(runtime.group, self.folder, component, library, load, pins)
             mapped = MappedTensors(resident_tensors(model))
         else:
             model = load()
@@ -433,12 +435,14 @@ class Loader:
             set_attention(model, runtime.options.attention, component, self.device.type)
 
         # Sharded before it moves, so that a device needs no memory for the whole model.
-        if runtime.mesh and (plan := component_parallel_plan(component, name, self._plan)):
+        if mesh and plan:
             from unfuse.parallel.spreading import parallelize
+            from unfuse.weights.pinned import offloading_shards
 
-            parallelize(model, plan, runtime.mesh)
+            with offloading_shards(model, mesh.degrees[SHARD], self.device) if is_sharded else nullcontext() as policy:
+                parallelize(model, plan, mesh, policy)
         mapped.copy_out(resident_tensors(model))
-        model = self._place(model, offload, is_shared=bool(runtime.group))
+        model = self._place(model, offload, is_shared=bool(runtime.group), is_sharded=is_sharded)
         self._report_load(component, start, sum(map(packed_bytes, resident_tensors(model))))
         return model
 
@@ -525,15 +529,13 @@ class Loader:
         self._report_load(component, start, self.folder.size(component))
         return loaded
 
-    def _place(self, model: Any, offload: Offload, *, is_shared: bool) -> Any:
+    def _place(self, model: Any, offload: Offload, *, is_shared: bool, is_sharded: bool) -> Any:
         """Return the model on the device, or offloaded until it runs there."""
         if offload == "none":
             return move_to(model, self.device)
-        if self.device.type == "cpu":
-            raise ConfigError(f"--offload {offload} needs a GPU: on a CPU, weights are in host memory anyway")
         from unfuse.weights.offload import offload_model
 
-        return offload_model(model, self.device, offload, is_shared=is_shared)
+        return offload_model(model, self.device, offload, is_shared=is_shared, is_sharded=is_sharded)
 
     def _load(
         self, component: str, options: dict[str, Any], select_part: Callable[[Any], Any] | None, path: Path | None

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import OffloadPolicy, fully_shard
 from torch.nn import Linear, Module, Parameter
 
 from unfuse.core.compute_options import SHARD
@@ -36,10 +36,16 @@ from unfuse.parallel.parallel_plan import EXPERTS, ParallelPlan, TensorParallelL
 from unfuse.parallel.sequence import RingAttention, shard_tokens, ulysses
 
 
-def parallelize(model: Module, plan: ParallelPlan | TensorParallelLayers, mesh: Mesh) -> None:
+def parallelize(
+    model: Module,
+    plan: ParallelPlan | TensorParallelLayers,
+    mesh: Mesh,
+    offload_policy: OffloadPolicy | None = None,
+) -> None:
     """Parallelize a model, in place, over the ranks of a stage.
 
     The kinds of parallelism are those of the mesh. `plan`: the model's plan, or only its tensor parallel layers.
+    `offload_policy`: where FSDP keeps the shards; None: on the device.
     """
     if "tensor" in mesh.degrees:
         shard_layers(model, plan if isinstance(plan, TensorParallelLayers) else plan.matrices, mesh.axis("tensor"))
@@ -53,20 +59,20 @@ def parallelize(model: Module, plan: ParallelPlan | TensorParallelLayers, mesh: 
         shard_tokens(model, plan, mesh.axis("ring", "ulysses"), attend)
 
     if isinstance(plan, ParallelPlan) and SHARD in mesh.degrees:
-        shard_weights(model, plan, mesh.axis(SHARD))
+        shard_weights(model, plan, mesh.axis(SHARD), offload_policy)
 
     trim_heap()
 
 
-def shard_weights(model: Module, plan: ParallelPlan, axis: Axis) -> None:
+def shard_weights(model: Module, plan: ParallelPlan, axis: Axis, offload_policy: OffloadPolicy | None = None) -> None:
     """Shard a transformer's weights over these ranks by FSDP2.
 
-    This rank's share is on its device.
+    This rank's share is on its device, or where the policy keeps it.
     """
     model.requires_grad_(False)  # else all weights of a block would have to be of one dtype
-    mesh = axis.mesh
+    mesh, policy = axis.mesh, offload_policy or OffloadPolicy()
     for module in (*plan.blocks_of(model), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
         if axis.group.device.type == "cpu":
             module.register_forward_hook(lambda *_: trim_heap())
 

@@ -16,6 +16,12 @@ KV_CACHE = "keys and values"
 
 LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
 
+#: The least number of blocks for which the weights that FSDP gathers are planned.
+BLOCKS = 40
+
+#: Blocks that a rank has gathered at one time: the weights of one, and the buffer of the exchange.
+GATHERED = 2
+
 #: The beginning of the advice to use files with quantized weights.
 QUANTIZE = "weights in"
 
@@ -49,6 +55,8 @@ class ComponentMemory(msgspec.Struct, frozen=True):
     shared_by_stages: bool = False
     #: Whether each rank has another part of it. Otherwise the ranks of a worker share one copy in host memory.
     differs_by_rank: bool = False
+    #: Whether FSDP shards it over ranks. Offloaded shards are in host memory, and gathered block by block.
+    is_sharded: bool = False
     #: Whether its weights can be in host memory while they are not used.
     can_offload: bool = True
     #: Predicted bytes on a GPU beside it while it computes one request of the default size.
@@ -80,9 +88,9 @@ class ComponentMemory(msgspec.Struct, frozen=True):
         absent_bytes = self.tensor_parallel_bytes - -(-self.tensor_parallel_bytes // spread.degrees.get("tensor", 1))
         rank_bytes = -(-(self.bytes - absent_bytes) // spread.parts)
         tokens = spread.degrees.get("ulysses", 1) * spread.degrees.get("ring", 1)
-        # beside its share, a rank has the block that it gathers and the next one: at most two of forty
-        gathered = self.bytes // 20 if SHARD in spread.degrees else 0
-        part = replace(self, activations=-(-self.activations // tokens) + gathered)
+        is_sharded = SHARD in spread.degrees
+        gathered = GATHERED * self.bytes // BLOCKS if is_sharded else 0
+        part = replace(self, activations=-(-self.activations // tokens) + gathered, is_sharded=is_sharded)
         return replace(part, bytes=rank_bytes, mapped=False, differs_by_rank=True) if rank_bytes < self.bytes else part
 
     def offload(self, text: str) -> Offload:
@@ -92,8 +100,11 @@ class ComponentMemory(msgspec.Struct, frozen=True):
     def resident(self, offload: Offload) -> int:
         """Return the most bytes of it on a GPU at one time, with this offload.
 
-        With `sequential`, that is one layer, except for a VAE.
+        With `sequential`, that is one layer, except for a VAE. With FSDP, it is the rank's share of the block that
+        is gathered next. What is gathered counts as activations.
         """
+        if self.is_sharded and offload != "none":
+            return -(-self.bytes // BLOCKS)
         by_layer = offload == "sequential" and not self.component.startswith("vae")
         return min(self.bytes, LAYER) if by_layer else self.bytes
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute_device import CONTEXT
 from unfuse.core.compute_options import (
+    RESIDENT_KINDS,
     SHARD,
     WEIGHT_SPLITTING_KINDS,
     ComputeOptions,
@@ -201,7 +202,7 @@ class PlacedWorker(msgspec.Struct, frozen=True):
         steady = CONTEXT + self._preview_bytes + (EXCHANGE_BUFFERS if ranks > 1 else 0) + sum(sizes)
         return Counter(
             dict.fromkeys(self.devices, steady + max(peaks, default=0))
-            | {CPU: host + sum(part.bytes for part, _ in moved)}
+            | {CPU: host + sum(part.bytes * (ranks if part.differs_by_rank else 1) for part, _ in moved)}
         )
 
     @property
@@ -547,8 +548,9 @@ def _remedies(needs: Needs, plan: WorkerPlan, devices: Sequence[Device]) -> Iter
     for text in _split_weights(plan, len(gpus), split_roles):
         yield _Remedy(f"--parallel {text}", needs, replace(plan, compute=replace(plan.compute, parallel=text)))
 
+    can_offload = not any({*RESIDENT_KINDS} & {*spread.degrees} for spread in spreads.values())
     offloads: tuple[Offload, ...] = (
-        ("model", "sequential") if gpu_roles and plan.compute.offload == "none" and not split_roles else ()
+        ("model", "sequential") if gpu_roles and plan.compute.offload == "none" and can_offload else ()
     )
     fixed = sorted({part.component for parts in needs.values() for part in parts if not part.can_offload})
     for offload in offloads:

@@ -18,7 +18,12 @@ from unfuse.weights.pinned import pin_weights
 
 
 def offload_model(
-    model: torch.nn.Module, device: torch.device, how: Offload, *, is_shared: bool = False
+    model: torch.nn.Module,
+    device: torch.device,
+    how: Offload,
+    *,
+    is_shared: bool = False,
+    is_sharded: bool = False,
 ) -> torch.nn.Module:
     """Offload a loaded model to host memory, to run on the device, and return it.
 
@@ -27,7 +32,12 @@ def offload_model(
     and its `decode` does not show the order of its layers.
 
     `is_shared`: the weights are in memory that ranks share, and stay there. Others move to pinned memory.
+    `is_sharded`: FSDP keeps shards of the weights in host memory, and gathers one block at a time. So both values mean
+    the same. A model that `model` loaded on the device is unloaded first.
     """
+    if is_sharded:
+        model.register_forward_pre_hook(lambda *_: _shared_device(device).clear())
+        return model
     if is_shared:
         pinned = device.type in EXCHANGES and all(tensor.is_pinned() for tensor in model.parameters())
     else:
@@ -53,6 +63,12 @@ class _Device:
         self.device = device
         #: The hook of the model that is loaded, or None.
         self.loaded: _OffloadHook | None = None
+
+    def clear(self) -> None:
+        """Unload the loaded model."""
+        if self.loaded:
+            self.loaded._unload()
+        self.loaded = None
 
 
 _shared_device = cache(_Device)
@@ -81,10 +97,7 @@ class _OffloadHook(ModelHook):  # type: ignore[misc]
         """Load the model in the place of another one."""
         device = self._device
         if device.loaded is not self:
-            if device.loaded:
-                device.loaded._unload()
-            device.loaded = None
-
+            device.clear()
             try:
                 for tensor, data in zip(self._tensors, self._host_data, strict=True):
                     tensor.data = data.to(device.device, non_blocking=True, copy=True)

@@ -8,10 +8,15 @@ from __future__ import annotations
 import mmap
 import resource
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import structlog
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.parallel.devices import EXCHANGES
@@ -35,9 +40,8 @@ def pin_weights(model: torch.nn.Module, device: torch.device) -> bool:
     for tensor in (*model.parameters(), *model.buffers()):
         if _identity(tensor) not in starts:
             starts[_identity(tensor)] = size
-            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            size += _aligned(tensor.nbytes)
 
-    name = type(model).__name__
     memory = _host_memory(size or ALIGNMENT, device)
     copied = dict[tuple[object, ...], torch.Tensor]()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -46,9 +50,52 @@ def pin_weights(model: torch.nn.Module, device: torch.device) -> bool:
             copied[identity] = _copy_into(memory, starts[identity], tensor.data)
         tensor.data = copied[identity]  # frees what the model was loaded into, one tensor at a time
 
+    return _pin(memory, model, device)
+
+
+@contextmanager
+def offloading_shards(model: torch.nn.Module, ranks: int, device: torch.device) -> Iterator[OffloadPolicy]:
+    """Yield a policy for FSDP that keeps this rank's shards in host memory.
+
+    Within this context `fully_shard` pins them in one buffer, if the device is a GPU and its driver allows that. Torch
+    would pin each shard by itself, and round it up to a power of two.
+    """
+    if device.type not in EXCHANGES:
+        yield CPUOffloadPolicy(pin_memory=False)
+        return
+    sizes = (-(-tensor.shape[0] // ranks) * (tensor.nbytes // tensor.shape[0]) for tensor in model.parameters())
+    memory = _host_memory(sum(map(_aligned, sizes)) or ALIGNMENT, device)
+    is_pinned = _pin(memory, model, device)
+    with _PinnedTensors(memory) if is_pinned else nullcontext():
+        yield CPUOffloadPolicy(pin_memory=is_pinned)
+
+
+class _PinnedTensors(TorchFunctionMode):
+    """Copies the tensors that are pinned meanwhile into a pinned buffer, one behind the other."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__()
+        self._memory = memory
+        self._next = 0
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.pin_memory or self._next + args[0].nbytes > self._memory.nbytes:
+            return func(*args, **(kwargs or {}))
+        start, self._next = self._next, self._next + _aligned(args[0].nbytes)
+        return _copy_into(self._memory, start, args[0])
+
+
+def _aligned(size: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _pin(memory: torch.Tensor, model: torch.nn.Module, device: torch.device) -> bool:
+    """Pin a buffer for as long as the model exists. Returns whether it is pinned."""
     if device.type != "cuda":
         return memory.is_pinned()
-    if not register_memory(memory, device, name):
+    if not register_memory(memory, device, type(model).__name__):
         return False
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     weakref.finalize(model, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
