@@ -111,6 +111,9 @@ class AgainstLists(RuleBasedStateMachine):
             for block in {place // BLOCK for span in sequence.spans() for place in range(*span)}
         ]
         assert len(taken) == len({*taken}) and {*taken} <= {*range(self.blocks)}
+        for sequence in self.held:
+            places = [place for span in sequence.spans() for place in range(*span)]
+            assert sequence.block_numbers() == [place // BLOCK for place in places[::BLOCK]]
 
     @invariant()
     def every_sequence_holds_what_was_written(self) -> None:

@@ -8,9 +8,10 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from msgspec.structs import replace
 
+from tests.examples import examples
 from unfuse.core.checking import check_request
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError
@@ -19,18 +20,9 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.text_parameters import PromptTokens
 from unfuse.language import sampling
-from unfuse.language.sampling import (
-    LOG2_E,
-    UNIT_WEIGHT,
-    NextToken,
-    SampledToken,
-    SamplingParams,
-    adjusted,
-    banned,
-    sample,
-    sample_all,
-    weights,
-)
+from unfuse.language.sampling import SampledToken, banned, sample, sample_all
+from unfuse.language.sampling_params import NextToken, SamplingParams
+from unfuse.language.token_scores import LOG2_E, UNIT_WEIGHT, penalized, scaled_chances, token_weights
 from unfuse.stages.language import ending
 
 PROMPT, MADE = [3, 5, 5, 8], [8, 9, 9, 9]
@@ -39,6 +31,15 @@ GREEDY = SamplingParams(temperature=0)
 
 def logits(vocabulary: int = 500, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return scale * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+def adjusted(given: torch.Tensor, how: SamplingParams, prompt: Sequence[int], made: Sequence[int]) -> torch.Tensor:
+    (scores,) = penalized(given[None], [NextToken(given, how, 0, prompt, made)])
+    return scores
+
+
+def weights(scores: torch.Tensor, how: SamplingParams) -> torch.Tensor:
+    return token_weights(scores[None], [how])[0]
 
 
 def draws(given: torch.Tensor, how: SamplingParams, count: int) -> Counter[int]:
@@ -281,11 +282,14 @@ def test_impossible_token_has_logprob_minus_9999() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_non_finite_logits_raise_permanent_error(bad: float) -> None:
+@pytest.mark.parametrize("how", [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=1, top_p=0.5)])
+def test_non_finite_logits_raise_permanent_error(bad: float, how: SamplingParams) -> None:
     with pytest.raises(PermanentError, match="not finite"):
-        sample(torch.tensor([0.0, bad]), SamplingParams(), 0, [], [])
+        sample(torch.tensor([0.0, bad]), how, 0, [], [])
     with pytest.raises(PermanentError, match="not finite"):
         sample(torch.full((4,), -torch.inf), GREEDY, 0, [], [])
+    with pytest.raises(PermanentError, match="not finite"):
+        sample(torch.tensor([0.0, -torch.inf]), how, 0, [], [], allowed=b"\x02")
 
 
 def test_min_tokens_bans_end_and_bad_words_are_never_completed() -> None:
@@ -337,17 +341,58 @@ def test_texts_sampled_together_get_their_own_tokens() -> None:
     texts = [next_token(index, how) for index, how in enumerate(MIXED)]
     alone = [sample(text.logits, text.params, text.position, PROMPT, MADE) for text in texts]
     assert sample_all(texts) == alone
-
-    for is_greedy in (True, False):
-        rows = [row for row, how in enumerate(MIXED) if (how.temperature == 0) is is_greedy]
-        together = sampling._numbers([scored for row in rows if (scored := scored_text(texts[row]))])
-        assert sampling._read(together) == [alone[row] for row in rows]
+    assert sample_all(texts) == alone
 
 
-def scored_text(text: NextToken) -> sampling._Scored:
-    scored = sampling._prepare(text)
-    assert isinstance(scored, sampling._Scored)
-    return scored
+@st.composite
+def next_tokens(draw: st.DrawFn) -> list[NextToken]:
+    """Texts of one step, each sampled in its own way. Some of their logits are equal."""
+    vocabulary = draw(st.sampled_from([12, 300]))
+    ids = st.lists(st.integers(0, 11), max_size=9)
+    params = st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.4, 1.0, 1.8]),
+        top_k=st.sampled_from([0, 1, 4, 50, 1000]),
+        top_p=st.sampled_from([1.0, 0.0, 0.3, 0.9, 1 - 2**-53]),
+        min_p=st.sampled_from([0.0, 0.05, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.4, 0.6]),
+        frequency_penalty=st.sampled_from([0.0, 0.7]),
+        presence_penalty=st.sampled_from([0.0, -0.4]),
+        logit_bias=st.dictionaries(st.integers(0, 11), st.floats(-9, 9), max_size=3),
+        seed=st.integers(0, 1 << 40),
+        logprobs=st.sampled_from([None, 0, 2, 20]),
+        min_tokens=st.sampled_from([0, 5]),
+        end_ids=st.sampled_from([(), (2, 9999)]),
+        bad_words=st.sampled_from([(), ((4,), (1, 2))]),
+    )
+    allowed = st.none() | st.integers(1, (1 << vocabulary) - 1).map(lambda mask: mask.to_bytes(64, "little"))
+    return [
+        NextToken(
+            row.round() if draw(st.booleans()) else row,
+            draw(params),
+            draw(st.integers(0, 1 << 20)),
+            draw(ids),
+            draw(ids),
+            draw(allowed),
+        )
+        for row in logits(vocabulary * draw(st.integers(1, 6)), draw(st.integers(0, 99))).split(vocabulary)
+    ]
+
+
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(next_tokens(), st.sampled_from([sampling.ROWS_BYTES, 8 * 12 * 2]))
+def test_texts_in_rows_get_the_tokens_that_they_get_alone(texts: list[NextToken], rows_bytes: int) -> None:
+    """Those of equal logits may be listed in another order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "CPU_ROWS_BYTES", 0)
+        alone = sample_all(texts)
+        patch.setattr(sampling, "CPU_ROWS_BYTES", rows_bytes)
+        together = sample_all(texts)
+
+    for own, row in zip(alone, together, strict=True):
+        assert isinstance(own, SampledToken) and isinstance(row, SampledToken)
+        assert (row.token, row.logprob) == (own.token, pytest.approx(own.logprob))
+        assert [logprob for _, logprob in row.top] == pytest.approx([logprob for _, logprob in own.top])
 
 
 def test_error_of_one_text_leaves_the_others_their_tokens() -> None:
@@ -385,10 +430,10 @@ def test_all_results_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 2**62)), min_size=1, max_size=4))
 def test_draw_is_scaled_as_by_whole_numbers_of_any_size(pairs: list[tuple[int, int]]) -> None:
     chances, totals = zip(*pairs, strict=True)
-    scaled = sampling.scaled_chances(chances, torch.tensor(totals)[:, None])
+    scaled = scaled_chances(chances, torch.tensor(totals)[:, None])
     assert scaled[:, 0].tolist() == [chance * total >> 64 for chance, total in pairs]
 
 
 @pytest.mark.parametrize("total", [1, 2**22, 2**44 - 1, 2**58, 2**62])
 def test_largest_draw_stays_below_the_total(total: int) -> None:
-    assert int(sampling.scaled_chances([2**64 - 1], torch.tensor([[total]]))) == (2**64 - 1) * total >> 64
+    assert int(scaled_chances([2**64 - 1], torch.tensor([[total]]))) == (2**64 - 1) * total >> 64

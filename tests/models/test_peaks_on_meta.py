@@ -10,6 +10,7 @@ import torch
 
 from tests.planning.live_bytes import peak
 from tests.planning.real_models import configuration
+from unfuse.core.text import GATHERED_KV_BYTES
 from unfuse.models.peaks import (
     WORKSPACE_2D,
     WORKSPACE_3D,
@@ -219,6 +220,15 @@ def test_formula_agrees_with_a_language_model(name: str, returns_all: bool) -> N
         else language_peak(text, ForwardSize(tokens=tokens))
     )
     assert planned == pytest.approx(measured, rel=0.1)
+
+
+def test_keys_and_values_that_texts_gather_are_planned() -> None:
+    """Those of one layer, with the padding; for many long texts, the most that are gathered at once."""
+    llama = configuration("llama-3.1-8b")["components"]["model"]["config"]
+    one, many = (language_peak(llama, ForwardSize(tokens=256, texts=texts)) for texts in (1, 32))
+    assert many - one == GATHERED_KV_BYTES
+    short = {**llama, "max_position_embeddings": 512}
+    assert language_peak(short, ForwardSize(tokens=256, texts=2)) - one == 2 * 2 * 512 * 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize("width", [2, 4])

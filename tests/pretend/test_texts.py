@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.integration.seen import SIZES, draw
 from tests.models.test_language import task
 from tests.models.test_vision_language import Chat, messages
+from tests.pretend import decode_calls
+from tests.pretend.decode_calls import stage_of
 from tests.pretend.gpus import PretendedGpus
 from tests.pretend.running import GPU, LoadedModel, bytes_of, held_by, load, on_host
 from tools import tiny_language, tiny_vision
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.stages.base import Stage, StageInput, next_states
+from unfuse.stages import sequence_pool
+from unfuse.stages.base import StageInput, next_states
+from unfuse.stages.language_model import LanguageModel
 
 pytestmark = pytest.mark.nightly
 
@@ -27,11 +33,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 0.7, "presence_penalty": 0.3},
     "logprobs": {"logprobs": True, "top_logprobs": 3},
 }
-
-
-def stage_of(model: LoadedModel, kind: str) -> Stage:
-    (stage,) = [stage for spec, stage in model.stages if spec.kind == kind]
-    return stage
 
 
 def prefilled(model: LoadedModel, asked: StageInput) -> dict[str, Any]:
@@ -73,7 +74,9 @@ def texts(model: LoadedModel, folder: Path, **asked: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", tiny_language.KINDS)
 def test_language_model_on_second_gpu_has_tokens_of_cpu(kind: str, batching: str, tmp_path: Path) -> None:
     folder = tiny_language.make_language_model(tmp_path / "model", kind, positions=2048)
-    on_cpu = load(folder, batching=batching)
+    # Batched pools on a GPU compute the attention of several texts in one call. The reference does so as well.
+    with patch.object(sequence_pool, "LanguageModel", partial(LanguageModel, gathers=True)):
+        on_cpu = load(folder, batching=batching)
     expected = {name: texts(on_cpu, folder, **asked) for name, asked in SAMPLING.items()}
     with PretendedGpus() as gpus:
         model = load(folder, GPU, batching=batching)
@@ -82,6 +85,16 @@ def test_language_model_on_second_gpu_has_tokens_of_cpu(kind: str, batching: str
         texts(model, folder)
         assert held_by(gpus) == held and held.keys() == {GPU}
     assert [name for name in expected if expected[name] != found[name]] == []
+
+
+@pytest.mark.parametrize("sampling", decode_calls.SAMPLING)
+def test_decode_step_of_many_texts_has_the_calls_and_waits_of_few(sampling: str, tmp_path: Path) -> None:
+    folder = tiny_language.make_language_model(tmp_path / "model", positions=2048)
+    with PretendedGpus() as gpus:
+        prefilled = decode_calls.Texts(folder, 9, gpus)
+        few, many = (prefilled.count(texts, decode_calls.SAMPLING[sampling]) for texts in (2, 9))
+    assert many == few
+    assert many["waits"] == 1
 
 
 @pytest.mark.parametrize("kind", tiny_vision.KINDS)

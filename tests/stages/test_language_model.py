@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -98,8 +99,8 @@ def generated(model: Any, prompt: Sequence[int]) -> tuple[list[int], Tensor]:
 class Writers:
     """Sequences that go on from their prompts with what is likeliest, several in a forward."""
 
-    def __init__(self, model: Any, kv: PagedKvCache, prompts: Sequence[Sequence[int]]) -> None:
-        self.model, self.kv = LanguageModel(model, kv), kv
+    def __init__(self, model: Any, kv: PagedKvCache, prompts: Sequence[Sequence[int]], **options: bool) -> None:
+        self.model, self.kv = LanguageModel(model, kv, **options), kv
         self.sequences = [kv.sequence() for _ in prompts]
         self.pending = [[*prompt] for prompt in prompts]
         self.tokens: list[list[int]] = [[] for _ in prompts]
@@ -162,17 +163,20 @@ def test_tokens_equal_transformers_generate_alone_batched_and_chunked(family: st
     assert len({token for tokens, _ in expected for token in tokens}) > 100, "the model does not repeat itself"
 
     alone, together, chunked = (Writers(copy.deepcopy(model), room(), prompts()) for _ in range(3))
+    gathered = Writers(copy.deepcopy(model), scattered(400), prompts(), gathers=True)
     alone.write(alone=True)
     together.write()
     chunked.write(chunk=7)
+    gathered.write(chunk=7)
 
-    for writers in (alone, together, chunked):
+    for writers in (alone, together, chunked, gathered):
         assert writers.tokens == [tokens for tokens, _ in expected]
         assert all(logits.dtype == torch.float32 and logits.shape == (WORDS,) for logits in writers.logits[0])
     logits = [logits for _, logits in expected]
     assert distance(alone, logits) == 0
     assert 0 < distance(together, logits) < NEAR
     assert 0 < distance(chunked, logits) < NEAR
+    assert 0 < distance(gathered, logits) < NEAR
 
 
 @pytest.mark.parametrize("long", [1, language_model.LONG], ids=["read in place", "joined"])
@@ -194,6 +198,30 @@ def test_tokens_do_not_depend_on_kv_block_placement(monkeypatch: pytest.MonkeyPa
     assert spread.tokens == compact.tokens == alone.tokens == spread_alone.tokens
     assert distance(spread, [torch.stack(logits) for logits in compact.logits]) < NEAR
     assert distance(spread_alone, [torch.stack(logits) for logits in alone.logits]) == 0
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_sequences_attend_in_one_call_unless_they_are_computed_alone(alone: bool) -> None:
+    """A forward of their own has the bytes of `generate`, also where the other forwards gather."""
+    calls = Counter[str]()
+
+    class Attention(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls[func._schema.name.partition("attention")[1]] += 1
+            return func(*args, **(kwargs or {}))
+
+    model, few = made(), prompts(5)
+    expected = [generated(model, prompt) for prompt in few]
+    writers = Writers(copy.deepcopy(model), room(), few, gathers=True)
+    for one in range(5):
+        writers.turn([one], alone=alone)
+    with Attention():
+        writers.turn(range(5), alone=alone)
+    writers.write(alone=alone)
+
+    assert calls["attention"] == LAYERS * (5 if alone else 1)
+    assert writers.tokens == [tokens for tokens, _ in expected]
+    assert (distance(writers, [logits for _, logits in expected]) == 0) is alone
 
 
 @pytest.mark.parametrize("kv", [room(), scattered(60)], ids=["in one piece", "in many"])

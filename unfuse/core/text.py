@@ -17,6 +17,9 @@ PREFILL_CHUNK_TOKENS = 256
 Chunks end at multiples of it. One chunk is one prefix block.
 """
 
+GATHERED_KV_BYTES = 128 << 20
+"""The most bytes of one layer's keys and values that several sequences gather for one call of attention on a GPU."""
+
 MAX_PREFIX_BLOCKS = 256  # the most prefix blocks of one text that other requests may reuse
 
 

@@ -120,6 +120,8 @@ class PagedKvCache:
     keys: list[Tensor]
     #: The values of each layer, (heads, tokens, width).
     values: list[Tensor]
+    #: The dtype of keys and values.
+    dtype: torch.dtype
     #: Bytes of one block: keys and values of all layers.
     block_bytes: int
 
@@ -136,7 +138,7 @@ class PagedKvCache:
         if block < 1 or tokens < block:
             raise ValueError(f"a KV cache of {tokens} tokens cannot have blocks of {block}")
 
-        self.block = block
+        self.block, self.dtype = block, dtype
         self._blocks = tokens // block
         shape = (heads, self._blocks * block, width)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
@@ -215,6 +217,10 @@ class KvSequence:
     def tail(self) -> int:
         """The block after its last one, which extends it in place; -1 without blocks."""
         return self._runs[-1][1] if self._runs else -1
+
+    def block_numbers(self) -> list[int]:
+        """Return the numbers of its blocks, in the order of its tokens."""
+        return [number for run in self._runs for number in range(*run)]
 
     def extend(self, tokens: int) -> None:
         """Extend the sequence by this many tokens. Its present tokens stay in place.

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.model_spec import ModelSpec
-from unfuse.core.text import PREFILL_CHUNK_TOKENS
+from unfuse.core.text import GATHERED_KV_BYTES, PREFILL_CHUNK_TOKENS
 from unfuse.weights.folder import LANGUAGE, SINGLE_COMPONENT, VISION, ModelFolder
 
 Config = Mapping[str, Any]
@@ -203,7 +203,20 @@ def language_peak(config: Config, size: ForwardSize) -> int:
     layer = tokens * (3 * int(config["intermediate_size"]) + 4 * hidden) * size.width
     # logits in the model's dtype, and twice in float32 while tokens are drawn
     logits = size.texts * int(config.get("vocab_size") or 0) * (size.width + 2 * FLOAT32)
-    return max(layer, logits)
+    return max(layer + _gathered_kv(config, size), logits)
+
+
+def _gathered_kv(config: Config, size: ForwardSize) -> int:
+    """Return the most bytes of keys and values that texts gather at once.
+
+    These are of one layer. With padding, they may be twice those of the texts.
+    """
+    if size.texts == 1:
+        return 0
+    heads = int(config["num_attention_heads"])
+    width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    token_bytes = 2 * int(config.get("num_key_value_heads") or heads) * width * size.width
+    return min(2 * size.texts * int(config["max_position_embeddings"]) * token_bytes, GATHERED_KV_BYTES)
 
 
 def vision_peak(config: Config, size: ForwardSize) -> int:

@@ -27,7 +27,8 @@ from unfuse.core.vision import MediaItem
 from unfuse.language.detokenize import AnswerText, StopConditions
 from unfuse.language.grammars import ConstraintAfterReasoning, GrammarMatcher, Grammars
 from unfuse.language.paged_kv import KvSequence, NoKvBlocks
-from unfuse.language.sampling import NextToken, SampledToken, SamplingParams, sample_all
+from unfuse.language.sampling import SampledToken, sample_all
+from unfuse.language.sampling_params import NextToken, SamplingParams
 from unfuse.stages.base import (
     EncodedMedia,
     OpenOutput,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ from unfuse.core.vision import MediaItem, TokenRun, VisionConfig
 from unfuse.language.paged_kv import KvSequence, PagedKvCache, Span, joined
 from unfuse.stages.base import Tensors
 from unfuse.stages.device_copies import to_device
+from unfuse.stages.gathered_attention import (
+    GatheredSequences,
+    attend_gathered,
+    block_table,
+    gathered_sequences,
+    split_by_length,
+)
 from unfuse.stages.refusal import refusal
 
 
@@ -156,8 +164,8 @@ class _Forward:
 
     #: The KV cache.
     kv: PagedKvCache
-    #: The sequences.
-    parts: list[_Part]
+    #: The calls of attention, in the order of their rows: one for each of these sequences or groups.
+    calls: list[_Part | GatheredSequences]
     #: The positions of the new tokens of all sequences in the KV cache, (tokens,).
     slot_mapping: Tensor
     #: Whether the forward has one sequence only, whose bytes must not depend on the positions of its KV in the cache.
@@ -171,10 +179,12 @@ class LanguageModel:
 
     `model`: the transformers model. It is changed and must not be used otherwise afterwards.
     `kv`: the KV cache, of the model's device and dtype.
+    `gathers`: whether sequences with one new token each attend in one call, over copies of their keys and values. By
+    default they do on other devices than CPUs, which read keys and values in place faster.
     Raises ConfigError for a model whose attention is not served.
     """
 
-    def __init__(self, model: Any, kv: PagedKvCache) -> None:
+    def __init__(self, model: Any, kv: PagedKvCache, *, gathers: bool | None = None) -> None:
         config = model.config.get_text_config()
         if reason := refusal(config.to_dict(), multimodal=config is not model.config):
             raise ConfigError(f"this model cannot be served: {reason}")
@@ -182,6 +192,8 @@ class LanguageModel:
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
         self._decoder.set_attn_implementation(PAGED)
         self._kv = kv
+        self._gathers = kv.keys[0].device.type != "cpu" if gathers is None else gathers
+        self._token_bytes = kv.block_bytes // (kv.block * len(kv.keys))
 
     @torch.no_grad()
     def forward(
@@ -210,27 +222,37 @@ class LanguageModel:
 
     def _forward(self, parts: Sequence[SequenceInput], alone: bool, on_layer: OnLayer | None) -> list[Tensor]:
         """Compute one forward of all parts. Returns the logits of each part."""
+        groups = self._groups(parts) if self._gathers and not alone else []
+        grouped = [*chain.from_iterable(groups)]
+        single = sorted({*range(len(parts))}.difference(grouped))
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        model_parts: list[_Part] = []
+        rows: dict[int, slice] = {}
         vision_parts = list[tuple[slice, int, VisionInputs]]()
-        for sequence, tokens, *optional_vision in parts:
+        for index in (*grouped, *single):
+            sequence, tokens, *optional_vision = parts[index]
             start = sequence.length - len(tokens)
             if not tokens:
                 raise ValueError("a part has no tokens to compute logits for")
-            model_parts.append(_Part(slice(len(ids), len(ids) + len(tokens)), sequence.spans()))
-            vision_parts += [
-                (model_parts[-1].rows, start, vision_inputs) for vision_inputs in optional_vision if vision_inputs
-            ]
+            rows[index] = slice(len(ids), len(ids) + len(tokens))
+            vision_parts += [(rows[index], start, vision_inputs) for vision_inputs in optional_vision if vision_inputs]
             ids += tokens
             positions += range(start, sequence.length)
             slots += (slot for span in sequence.spans(start) for slot in range(*span))
 
-        last_rows = [part.rows.stop - 1 for part in model_parts]
-        # One tensor for all four, so that there is one copy to the device.
-        packed = to_device(torch.tensor([*ids, *positions, *slots, *last_rows]), self._kv.keys[0].device)
-        packed_ids, rope_positions, slot_mapping, last = torch.split(packed, [len(ids)] * 3 + [len(last_rows)])
+        last_rows = [rows[index].stop - 1 for index in range(len(parts))]
+        tables = [block_table([parts[index][0] for index in group]) for group in groups]
+        # One tensor for all of them, so that there is one copy to the device.
+        numbers = [ids, positions, slots, last_rows, *tables]
+        packed = to_device(torch.tensor([*chain.from_iterable(numbers)]), self._kv.keys[0].device)
+        packed_ids, rope_positions, slot_mapping, last, *device_tables = torch.split(packed, [*map(len, numbers)])
+
+        calls: list[_Part | GatheredSequences] = [
+            gathered_sequences(slice(rows[group[0]].start, rows[group[-1]].stop), table, self._kv.block, self._kv.dtype)
+            for group, table in zip(groups, device_tables, strict=True)
+        ]
+        calls += [_Part(rows[index], parts[index][0].spans()) for index in single]
 
         hidden_states = self._decoder(
             **(
@@ -239,10 +261,21 @@ class LanguageModel:
                 else {"input_ids": packed_ids[None], "position_ids": rope_positions[None]}
             ),
             use_cache=False,
-            paged=_Forward(self._kv, model_parts, slot_mapping, alone, on_layer),
+            paged=_Forward(self._kv, calls, slot_mapping, alone, on_layer),
         ).last_hidden_state
 
         return [*self._head(hidden_states[0, last]).float()]
+
+    def _groups(self, parts: Sequence[SequenceInput]) -> list[list[int]]:
+        """Return the indices of parts that attend in one call, for each such call.
+
+        They are several sequences with one new token each. The longest comes first.
+        """
+        indices = [index for index, (_, tokens, *_) in enumerate(parts) if len(tokens) == 1]
+        indices.sort(key=lambda index: -parts[index][0].length)
+        lengths = [parts[index][0].length for index in indices]
+        groups = [indices[group] for group in split_by_length(lengths, self._kv.block, self._token_bytes)]
+        return [group for group in groups if len(group) > 1]
 
     def _vision_inputs(
         self, ids: Tensor, positions: Tensor, vision_parts: list[tuple[slice, int, VisionInputs]]
@@ -300,8 +333,13 @@ def _attention(
         paged.on_layer(layer)
 
     attend = _attend_contiguous if paged.alone else _attend_in_place
-    attended = [attend(query[0, :, part.rows], keys, values, part.spans, scaling) for part in paged.parts]
-    return torch.cat(attended, 1).transpose(0, 1)[None], None
+    attended = [
+        attend_gathered(query[0, :, call.rows], keys, values, call, scaling)
+        if isinstance(call, GatheredSequences)
+        else attend(query[0, :, call.rows], keys, values, call.spans, scaling)
+        for call in paged.calls
+    ]
+    return (torch.cat(attended, 1) if len(attended) > 1 else attended[0]).transpose(0, 1)[None], None
 
 
 def _attend_contiguous(query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], scaling: float) -> Tensor:
