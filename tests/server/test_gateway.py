@@ -22,19 +22,11 @@ from tools.asking import asking
 from tools.cards import MOVING
 from unfuse import __version__, queues
 from unfuse.core.errors import Overloaded
-from unfuse.core.messages import (
-    Heartbeat,
-    RankTimes,
-    Register,
-    RequestTasks,
-    StorageLocations,
-    TaskCompleted,
-    TransferStats,
-    WorkerStatus,
-)
+from unfuse.core.messages import Heartbeat, Register, RequestTasks, StorageLocations, TaskCompleted, TransferStats
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import readable_pool
 from unfuse.core.request import Timings
+from unfuse.core.worker_status import RankTimes, WorkerStatus
 from unfuse.edge.access import ApiError
 from unfuse.queues.base import QueueLimits
 from unfuse.scheduler.dispatcher import Dispatcher

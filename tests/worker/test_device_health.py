@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from unfuse.core.errors import DeviceUnusable
-from unfuse.core.messages import DeviceId, TaskFailed
+from unfuse.core.messages import TaskFailed
 from unfuse.core.task import Claim, Task
+from unfuse.core.worker_status import DeviceId
 from unfuse.testing.queue_samples import task_of
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker import device_health

@@ -12,9 +12,10 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from unfuse.core.messages import BatchInvarianceStats, WorkerInfo
+from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import declared_pool, numerics_of, readable_pool
 from unfuse.core.text import TextStats
+from unfuse.core.worker_status import BatchInvarianceStats
 from unfuse.queues.base import PoolStats, RegisteredWorker
 from unfuse.stages.specs import DECODE, PREFILL
 

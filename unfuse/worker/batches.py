@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Literal
 
 from unfuse.core.compute_options import DEFAULT_MAX_BATCH
-from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.retries import CONNECTION, is_out_of_memory, rule_of
+from unfuse.core.worker_status import BatchInvarianceStats
 from unfuse.stages.bitwise import first_difference
 from unfuse.worker.batch_invariance import InvarianceResults, Key
 from unfuse.worker.batch_memory import BatchMemory

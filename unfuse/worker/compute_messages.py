@@ -19,13 +19,10 @@ from unfuse.core.errors import NotFound, ObjectLost, OutOfMemory, PermanentError
 from unfuse.core.messages import (
     CLIENT_ERROR,
     OUT_OF_MEMORY,
-    BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
-    DeviceId,
     Memory,
     OutputAnnounced,
-    RankTimes,
     StepProgress,
     StorageLocations,
     TaskCompleted,
@@ -38,6 +35,7 @@ from unfuse.core.request import Timings
 from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, is_out_of_host_memory, rule_of, type_name
 from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
+from unfuse.core.worker_status import BatchInvarianceStats, DeviceId, RankTimes
 
 BatchMode = Literal["together", "alone", "compared", "batched"]
 """How a batch is computed: in one forward, each task alone, or both ways to compare the results.

@@ -11,9 +11,10 @@ from functools import partial
 import structlog
 
 from unfuse.core.errors import DeviceUnusable
-from unfuse.core.messages import DeviceFault, DeviceId, TaskFailed
+from unfuse.core.messages import TaskFailed
 from unfuse.core.plan import declared_pool
 from unfuse.core.task import Task
+from unfuse.core.worker_status import DeviceFault, DeviceId
 from unfuse.worker.compute_messages import DeviceFailed
 
 log = structlog.get_logger(__name__)

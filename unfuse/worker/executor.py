@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, DeviceUnusable, ProtocolError, TransientError
 from unfuse.core.messages import (
-    BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
     OutputAnnounced,
@@ -28,10 +27,10 @@ from unfuse.core.messages import (
     TaskCompleted,
     TaskFailed,
     TaskStopped,
-    WorkerStatus,
 )
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease, OutputDeltas
+from unfuse.core.worker_status import BatchInvarianceStats, WorkerStatus
 from unfuse.transfer.base import ProcessPairs
 from unfuse.worker.compute_messages import (
     CancelTask,
