@@ -43,6 +43,7 @@ from unfuse.wire.keys import create_keys, read_keys
 from unfuse.wire.router import Router
 from unfuse.worker import executor as executing
 from unfuse.worker.compute_process import ComputeProcess
+from unfuse.worker.device_health import DeviceHealth
 from unfuse.worker.executor import Executor
 from unfuse.worker.heartbeats import Heartbeats
 from unfuse.worker.link import TaskSlots
@@ -193,7 +194,7 @@ async def test_worker_heartbeats_and_task_requests_continue_after_an_error(monke
     worker._objects = SimpleNamespace(
         copies=SimpleNamespace(counters=TransferCounters()), usage=usage, stored_requests=list
     )
-    worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0)
+    worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0, health=DeviceHealth())
     worker._swapper = ModelSwapper({}, ())
     worker._slots, worker._active, worker._beat_s = TaskSlots(1, {}), {}, 1.0
     worker._heartbeats = Heartbeats(worker._link, worker._executor, worker._objects, {}, 1.0)

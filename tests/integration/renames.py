@@ -43,6 +43,7 @@ TILED = (
 )
 PLANNED = "activations are predicted, and sizes for which GPUs have no memory are refused"
 NAMED = "a device that fails is named by index and UUID, and its worker says why it is unhealthy"
+FAILS = "errors of a device are counted, so that one that fails now and then is seen before it is unhealthy"
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 TOKENS = (
     "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
@@ -231,8 +232,9 @@ RENAMES = Renames(
     added={
         "fields": {"vae": TILED, "max_video_pixels": PLANNED, "activations": PLANNED, "mode": SETTLED}
         | dict.fromkeys(("device_failures", "device_health", "unhealthy_reason"), NAMED),
-        "metrics": {"unfuse_pool_not_batch_invariant": SETTLED, "unfuse_device_healthy": NAMED},
-        "labels": dict.fromkeys(("index", "uuid", "worker"), NAMED),
+        "metrics": {"unfuse_pool_not_batch_invariant": SETTLED, "unfuse_device_healthy": NAMED}
+        | dict.fromkeys(("unfuse_device_errors_total", "unfuse_memory_retries_total"), FAILS),
+        "labels": dict.fromkeys(("index", "uuid", "worker"), NAMED) | {"retry": FAILS},
         "settings": {
             "UNFUSE_COMPUTE__EXACT_ONLY": TILED,
             "UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32,

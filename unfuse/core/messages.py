@@ -16,7 +16,7 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Seconds, Timings
 from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
-from unfuse.core.worker_status import ChangedFile, Count, DeviceId, Word, WorkerStatus
+from unfuse.core.worker_status import ChangedFile, Count, DeviceErrors, DeviceId, Word, WorkerStatus
 
 FailureKind = Literal["transient", "permanent", "crash", "device", "object_lost", "hand_back"]
 CLIENT_ERROR = "refused"  # the reason of a permanent failure that is the client's mistake
@@ -30,6 +30,9 @@ Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_l
 
 Numerics = Annotated[dict[Word, Word], Meta(max_length=32)]
 """A worker's numerics: all that the bytes of its results depend on, except weights, dtypes and parameters."""
+
+#: Most entries about device errors in a heartbeat: each rank has one for each kind and retry.
+MAX_DEVICE_ERRORS = 8 * MAX_RANKS
 
 DURABLE_SCHEMES = frozenset({"disk", "s3"})
 """Schemes of the URLs of result stores that outlive their process. A worker that drains saves checkpoints there."""
@@ -207,6 +210,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     #: By memory, leaked bytes that were found since the last heartbeat, while the worker had no task.
     leaks: dict[Memory, Count] = {}
+
+    #: Errors of the worker's devices since the last heartbeat.
+    device_errors: Annotated[tuple[DeviceErrors, ...], Meta(max_length=MAX_DEVICE_ERRORS)] = ()
 
 
 class StepProgress(msgspec.Struct, frozen=True, tag=True):

@@ -77,6 +77,26 @@ class DeviceId(msgspec.Struct, frozen=True):
         return f"{self.index} ({self.uuid})" if self.uuid else self.index
 
 
+DeviceErrorKind = Literal["out_of_memory", "failed", "unusable"]
+"""Kinds of device errors: memory ran out, the compute process ended, or the device failed its check."""
+
+MemoryRetry = Literal["halved", "repeated", "reduced"]
+"""What followed an out-of-memory error: smaller batches, the same step once more, or a step in smaller parts."""
+
+
+class DeviceErrors(msgspec.Struct, frozen=True):
+    """Errors of one device since the last heartbeat that have the same kind and the same retry."""
+
+    #: The device.
+    device: DeviceId
+    #: The kind of the errors.
+    kind: DeviceErrorKind
+    #: What followed an out-of-memory error. "": the task failed, or the errors are of another kind.
+    retry: MemoryRetry | Literal[""] = ""
+    #: Number of errors.
+    count: Count = 1
+
+
 class DeviceFault(msgspec.Struct, frozen=True):
     """Why a worker is unhealthy: one of its devices failed repeatedly, or failed its check."""
 

@@ -279,6 +279,22 @@ METRICS = (
         "index",
         "uuid",
     ),
+    _counter(
+        "unfuse_device_errors_total",
+        "Errors of a device: its memory ran out (out_of_memory), an error ended the compute process (failed), or its "
+        "check before a restart failed (unusable)",
+        "node",
+        "index",
+        "uuid",
+        "kind",
+    ),
+    _counter(
+        "unfuse_memory_retries_total",
+        "Steps that ran out of memory and were computed again: in smaller batches (halved), in the same way "
+        "(repeated), or in smaller parts such as tiles (reduced)",
+        "role",
+        "retry",
+    ),
     _gauge(
         "unfuse_node_tasks",
         "Tasks leased by the healthy workers of a node",

@@ -230,8 +230,7 @@ class Batches:
         except Exception as error:  # the tasks go on with their results alone
             task_error(error)
             if is_out_of_memory(error):
-                self._memory_ladder.recover(error)
-                self.sizes.too_large(key, len(batch))
+                self._memory_ladder.halve(len(batch), error, partial(self.sizes.too_large, key))
                 return
             if rule_of(error) is CONNECTION:  # a rank failed, which shows nothing about the batch
                 return

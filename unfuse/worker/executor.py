@@ -40,6 +40,7 @@ from unfuse.worker.compute_messages import (
     InputTaken,
     LeaksFound,
     LoadModels,
+    MemoryShortage,
     ModelsLoaded,
     PairCall,
     PairDone,
@@ -452,11 +453,18 @@ class Executor:
                     await self._report(message)
                 case InputTaken():
                     self.replies.record_answer(message)
-                case DeviceFailed():
-                    self._device_failed = self._device_failed or message
-                    process.kill("its device failed")
+                case DeviceFailed() | MemoryShortage():
+                    self._record_device_error(message, process)
                 case _ if rank == 0:
                     await self._handle_message(message)
+
+    def _record_device_error(self, error: DeviceFailed | MemoryShortage, process: ComputeProcess) -> None:
+        """Count an error of a device, and kill a process that cannot use its device any more."""
+        if isinstance(error, MemoryShortage):
+            self.health.record_shortage(error)
+        else:
+            self._device_failed = self._device_failed or error
+            process.kill("its device failed")
 
     async def _handle_message(self, message: FromCompute) -> None:
         """Handle a message of the first rank."""

@@ -56,6 +56,7 @@ class Heartbeats:
             transfers=objects.copies.counters.take_counts(),
             retracted=executor.retracted,
             leaks=self._leaks.take_counts(),
+            device_errors=executor.health.errors.take_counts(),
         )
         executor.retracted = 0
         try:
@@ -76,3 +77,5 @@ class Heartbeats:
         self._objects.copies.counters.put_back(heartbeat.transfers)
         self._leaks.put_back(heartbeat.leaks)
         self._executor.retracted += heartbeat.retracted
+        for errors in heartbeat.device_errors:
+            self._executor.health.errors.add(errors)
