@@ -85,7 +85,7 @@ MemoryRetry = Literal["halved", "repeated", "reduced"]
 
 
 class DeviceErrors(msgspec.Struct, frozen=True):
-    """Errors of one device since the last heartbeat that have the same kind and the same retry."""
+    """Errors of one device, of one kind and with one retry, since the last heartbeat."""
 
     #: The device.
     device: DeviceId

@@ -263,7 +263,10 @@ class Metrics(Observer):
         return generate_latest(VisibleMetrics(self._collect(scrape), audience))
 
     def _begin_counts(self, worker: WorkerInfo) -> None:
-        """Count 0 leaks and errors of a worker, so that an alert sees the first one as an increase."""
+        """Count 0 leaks and errors of a worker.
+
+        An alert then sees the first one as an increase.
+        """
         for memory in get_args(Memory):
             self.count("unfuse_leaked_bytes_total", worker.role, memory, by=0)
         for device, kind in product(worker.devices, get_args(DeviceErrorKind)):

@@ -184,7 +184,7 @@ def serve_options(loaded: LoadedSettings) -> ServeOptions:
 
 
 def log_warnings(options: ServeOptions) -> None:
-    """Log what is less safe than it could be: API keys in plain text, and data that others can read."""
+    """Log what is unsafe: API keys in plain text, and data that others can read."""
     if options.keys.warning:
         log.warning(options.keys.warning)
     storage = options.storage

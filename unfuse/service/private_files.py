@@ -17,7 +17,7 @@ OTHERS = 0o077
 
 
 def warn_of_wide_permissions(data_dir: str, *urls: str) -> None:
-    """Log one warning that names the commands for paths with wider permissions than new ones get.
+    """Log one warning with the commands for paths that have wider permissions than new ones.
 
     `urls`: those of the queue and of stores. Paths of other users stay unnamed, because their owner decides.
     """
@@ -35,7 +35,10 @@ def _local_path(url: str) -> Path | None:
 
 
 def _commands(*paths: Path) -> list[str]:
-    """Return the commands that make these paths private. A file in a private folder needs none."""
+    """Return the commands that make these paths private.
+
+    A file in a private folder needs none.
+    """
     return [
         f"chmod {'700' if path.is_dir() else '600'} {shlex.quote(str(path))}"
         for path in dict.fromkeys(paths)

@@ -325,7 +325,10 @@ class DeviceFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemoryShortage(msgspec.Struct, frozen=True, tag=True):
-    """A device had too little memory for a step. The first rank sends it at once, for all ranks."""
+    """A device had too little memory for a step.
+
+    The first rank sends it at once, for all ranks.
+    """
 
     #: Rank of the device.
     rank: int

@@ -50,7 +50,10 @@ class _Failure:
 
 
 class DeviceErrorCounts:
-    """Counts device errors in the worker's parent, so that no count ends with a compute process."""
+    """Counts device errors in the worker's parent.
+
+    So no count ends with a compute process.
+    """
 
     def __init__(self) -> None:
         self._counts = Counter[DeviceErrors]()

@@ -139,7 +139,10 @@ class MemoryLadder:
         return explained
 
     def _report(self, error: BaseException, retry: MemoryRetry | Literal[""] = "") -> None:
-        """Report an error and what follows. It is about the rank that it names, else about the first one."""
+        """Report an error and what follows.
+
+        It is about the rank that the error names, else about the first one.
+        """
         self._send(MemoryShortage(getattr(error, "rank", 0), retry))
 
     def give_back(self) -> None:
