@@ -52,7 +52,7 @@ class RankError(UnfuseError):
     """Another rank raised an exception that no retry rule in `core/retries.py` names."""
 
 
-class RankOutOfMemory(torch.OutOfMemoryError):  # type: ignore[misc]
+class RankOutOfMemory(torch.OutOfMemoryError):
     """The device of another rank, `rank`, has too little memory."""
 
     def __init__(self, message: str, rank: int = 0) -> None:
