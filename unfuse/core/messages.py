@@ -288,7 +288,7 @@ class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
     timings: Timings
     #: The worker's next lease request. It is answered in the same transaction, without waiting for tasks.
     next_request: RequestTasks | None = None
-    #: "tiled": the results were decoded in tiles, because the memory of the device was too small.
+    #: "tiled": the VAE encoded or decoded in tiles, because the memory of the device was too small.
     vae: Literal["", "tiled"] = ""
 
 

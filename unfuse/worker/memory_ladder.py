@@ -4,7 +4,7 @@ Each failure takes the task one rung further, until its step succeeds or the tas
 
 1. The allocator's cache is emptied. A batch is halved, and larger batches of its kind are no longer tried.
 2. A task that was alone is repeated alone, because another process may have used the memory for a moment.
-3. Its stage makes the step smaller (`Stage.reduce_memory`): a decode is sliced, then tiled, in ever smaller tiles.
+3. Its stage makes the step smaller (`Stage.reduce_memory`): a VAE's work is sliced, then in ever smaller tiles.
 4. The task fails, with a sentence that names the size and what to do.
 """
 

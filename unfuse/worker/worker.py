@@ -468,7 +468,7 @@ class Worker:
             if requests_now:
                 self._requests_with_report = False
                 self._changed.set()
-        if recorded and lease and isinstance(message, TaskCompleted):
+        if recorded and lease and isinstance(message, TaskCompleted) and not message.vae:  # tiles are not cached
             self._objects.retain(lease.task.planned.cache_key, message.output)
         await self._checkpoints.end_task(message.claim, recorded and isinstance(message, TaskCompleted))
 
