@@ -459,7 +459,7 @@ class Executor:
                     await self._handle_message(message)
 
     def _record_device_error(self, error: DeviceFailed | MemoryShortage, process: ComputeProcess) -> None:
-        """Count an error of a device, and kill a process that cannot use it any more."""
+        """Count a device error, and kill a process whose device failed."""
         if isinstance(error, MemoryShortage):
             self.health.record_shortage(error)
         else:
