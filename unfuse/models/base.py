@@ -315,10 +315,11 @@ class DiffusersFamily(Family):
         from unfuse.stages.text_encode import TextEncode
         from unfuse.stages.vae_decode import PreviewDecoder, VaeDecode
 
+        device = None if loader.runtime.group else loader.device  # None: ranks must agree on tiles
         if kind in self.text_encoders:
             return TextEncode(self.text_encoders[kind](loader), kind, self.has_zeros(loader.folder.index()))
         if kind == IMAGE_ENCODE.kind:
-            return ImageEncode(self.image_encoder(loader), *loader.memory_options)
+            return ImageEncode(self.image_encoder(loader), loader.runtime.options, device)
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
             check_masks(runtime.options.attention, denoiser.masks)
@@ -327,7 +328,7 @@ class DiffusersFamily(Family):
             redraw = self.redraw(loader, denoiser.dtype)
             return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh, redraw)
         if kind == VAE_DECODE.kind:
-            return VaeDecode(self.vae(loader), *loader.memory_options)
+            return VaeDecode(self.vae(loader), loader.runtime.options, device)
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
 
     def _adapters(self, loader: Loader, denoiser: Denoiser) -> LoadedAdapters | None:
@@ -479,11 +480,6 @@ class Loader:
     def class_of(self, component: str) -> str:
         """Return the name of a component's class in its library."""
         return self._classes[component][1]
-
-    @property
-    def memory_options(self) -> tuple[ComputeOptions, torch.device | None]:
-        """The arguments of `VaeModes` in a stage: the device is None if ranks must agree."""
-        return self.runtime.options, None if self.runtime.group else self.device
 
     def vae(self) -> Any:
         """Return the VAE, with VAE slicing or tiling as `--vae` requests.

@@ -459,7 +459,8 @@ class PictureFamily(DiffusersFamily):
         from unfuse.stages.image_encode import RedrawEncode
 
         if kind == REDRAW_ENCODE.kind:
-            return RedrawEncode(PictureVae(loader, self.upcasts), *loader.memory_options)
+            device = None if loader.runtime.group else loader.device
+            return RedrawEncode(PictureVae(loader, self.upcasts), loader.runtime.options, device)
         return super().stage(kind, loader)
 
 

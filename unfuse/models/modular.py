@@ -87,7 +87,7 @@ class BlockStage(Stage):
         from unfuse.stages.vae_memory import VaeModes
 
         vae = self._block.vae if spec.kind == VAE_DECODE.kind else None
-        self._modes = VaeModes.create(vae, *loader.memory_options)
+        self._modes = VaeModes.create(vae, loader.runtime.options, None if loader.runtime.group else loader.device)
         self._shape = PictureShape.of_vae(loader.folder)
         self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._block.get_component_spec("guider")
         self._reads = [name for name in TYPES if name in {i.name for i in self._block.blocks.inputs}]
@@ -312,7 +312,8 @@ class Modular(PictureFamily):
         loader = Loader(model, self.components(model), runtime, report, self.parallel_plans)
         if spec.kind == IMAGE_ENCODE.kind:
             block = _load_block(spec, self.blocks[0], loader)
-            return ImageEncode(References(block, PictureShape.of_vae(model).multiple), *loader.memory_options)
+            device = None if runtime.group else loader.device
+            return ImageEncode(References(block, PictureShape.of_vae(model).multiple), runtime.options, device)
         return BlockStage(spec, self, loader, bool(model.index().get("is_distilled")))
 
 
