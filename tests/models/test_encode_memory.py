@@ -124,7 +124,7 @@ def test_encode_out_of_memory_is_tiled_at_each_size_of_the_ladder(kind: str, tmp
 
 def test_encode_that_never_fits_and_exact_only_fail_the_request(tmp_path: Path) -> None:
     for options, most, says in (
-        (ComputeOptions(), 16, "larger device"),
+        (ComputeOptions(), 16, "reduce the request"),
         (ComputeOptions(exact_only=True), 32, "forbids"),
     ):
         encode = Encode(tmp_path / says.replace(" ", ""), "flux", options)
