@@ -30,13 +30,13 @@ from unfuse.core.messages import (
     StorageLocations,
     TaskCompleted,
     WorkerInfo,
-    WorkerStatus,
 )
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
+from unfuse.core.worker_status import WorkerStatus
 from unfuse.models import read_model_spec
 from unfuse.queues.base import RequestFilter
 from unfuse.queues.memory import MemoryQueue

@@ -28,10 +28,10 @@ from unfuse.core.messages import (
     ToScheduler,
     ToWorker,
     Unregister,
-    WorkerStatus,
 )
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim
+from unfuse.core.worker_status import WorkerStatus
 from unfuse.launch import local
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.local import LocalLauncher
@@ -43,7 +43,9 @@ from unfuse.wire.keys import create_keys, read_keys
 from unfuse.wire.router import Router
 from unfuse.worker import executor as executing
 from unfuse.worker.compute_process import ComputeProcess
+from unfuse.worker.device_health import DeviceHealth
 from unfuse.worker.executor import Executor
+from unfuse.worker.heartbeats import Heartbeats
 from unfuse.worker.link import TaskSlots
 from unfuse.worker.loaded_models import ModelSwapper
 from unfuse.worker.worker import Worker
@@ -192,9 +194,10 @@ async def test_worker_heartbeats_and_task_requests_continue_after_an_error(monke
     worker._objects = SimpleNamespace(
         copies=SimpleNamespace(counters=TransferCounters()), usage=usage, stored_requests=list
     )
-    worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0)
+    worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0, health=DeviceHealth())
     worker._swapper = ModelSwapper({}, ())
     worker._slots, worker._active, worker._beat_s = TaskSlots(1, {}), {}, 1.0
+    worker._heartbeats = Heartbeats(worker._link, worker._executor, worker._objects, {}, 1.0)
     with capture_logs() as logs:
         worker._background.start_loop("beating", worker._send_heartbeat)
         worker._background.start_loop("asking", worker._pull)

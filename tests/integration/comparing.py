@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from tests.integration.renames import Renames
@@ -200,19 +201,27 @@ def _kind(key: str, kind: str) -> str:
     return key if key in KINDS else kind
 
 
-def _left(found: Any, gone: Mapping[str, Mapping[str, str]], kind: str = "fields") -> Any:
-    """What is left without these names."""
+def _left(found: Any, gone: Mapping[str, Mapping[str, str]], kind: str = "fields", path: str = "") -> Any:
+    """What is left without these names, of fields without those at these paths."""
     if isinstance(found, dict):
+        places = {key: path if key == UNORDERED else f"{path}.{key}".removeprefix(".") for key in found}
         return {
-            key: _left(value, gone, _kind(key, kind)) for key, value in found.items() if key not in gone.get(kind, {})
+            key: _left(value, gone, _kind(key, kind), places[key])
+            for key, value in found.items()
+            if not _is_listed(places[key] if kind == "fields" else key, gone.get(kind, {}))
         }
     if isinstance(found, list):
         return [
-            _left(one, gone, kind)
+            _left(one, gone, kind, path)
             for one in found
             if not (isinstance(one, str) and kind in LISTED and one in gone.get(kind, {}))
         ]
     return found
+
+
+def _is_listed(place: str, places: Mapping[str, str]) -> bool:
+    """Whether a name, or the path of a field, is one of these; a `*` in them stands for any text."""
+    return any(fnmatchcase(place, listed) for listed in places)
 
 
 def _renamed(found: Any, renames: Renames, kind: str) -> Any:

@@ -26,6 +26,7 @@ class Renames(NamedTuple):
     values: Names
     """Whole texts: of fields, of labels of metrics, what metrics say of themselves."""
     removed: Mapping[str, Names]
+    """Fields by their path within a layout, without the numbers of lists: "requests.*.stages.vae". `*` is any text."""
     added: Mapping[str, Names]
 
 
@@ -37,12 +38,10 @@ FLOAT32 = "float32 is computed in float32 on CUDA devices, unless this allows TF
 ATTENTION = "the kernels of a denoiser's attention can be chosen"
 BATCHES = "compares batches with requests alone, in place of a search in the worker"
 HELP = "expert settings are in this help only"
-TILED = (
-    "stages say whether they were decoded in tiles for lack of memory, which --exact-only refuses; the numerics of "
-    "workers have a field of this name, too, which is therefore not compared"
-)
+TILED = "stages say whether the VAE used tiles for lack of memory, which --exact-only refuses"
 PLANNED = "activations are predicted, and sizes for which GPUs have no memory are refused"
 NAMED = "a device that fails is named by index and UUID, and its worker says why it is unhealthy"
+FAILS = "errors of a device are counted, so that one that fails now and then is seen before it is unhealthy"
 LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 TOKENS = (
     "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
@@ -209,7 +208,7 @@ RENAMES = Renames(
         ),
     },
     removed={
-        "fields": {"guidance-halves": HALVES, "vae": TILED},
+        "fields": {"gateways./v1/workers.body.data.outcome.guidance-halves": HALVES},
         "metrics": {},
         "labels": {},
         "settings": {
@@ -229,10 +228,18 @@ RENAMES = Renames(
         },
     },
     added={
-        "fields": {"vae": TILED, "max_video_pixels": PLANNED, "activations": PLANNED, "mode": SETTLED}
-        | dict.fromkeys(("device_failures", "device_health", "unhealthy_reason"), NAMED),
-        "metrics": {"unfuse_pool_not_batch_invariant": SETTLED, "unfuse_device_healthy": NAMED},
-        "labels": dict.fromkeys(("index", "uuid", "worker"), NAMED),
+        "fields": {
+            "requests.*.stages.vae": TILED,
+            "requests.*.stages.device_failures": NAMED,
+            "gateways./v1/workers.body.data.device_health": NAMED,
+            "gateways./v1/workers.body.data.unhealthy_reason": NAMED,
+            "gateways./v1/models*.max_video_pixels": PLANNED,
+            "gateways./v1/models*.activations": PLANNED,
+            "gateways./v1/pools.body.data.batch_invariance.mode": SETTLED,
+        },
+        "metrics": {"unfuse_pool_not_batch_invariant": SETTLED, "unfuse_device_healthy": NAMED}
+        | dict.fromkeys(("unfuse_device_errors_total", "unfuse_memory_retries_total"), FAILS),
+        "labels": dict.fromkeys(("index", "uuid", "worker"), NAMED) | {"retry": FAILS},
         "settings": {
             "UNFUSE_COMPUTE__EXACT_ONLY": TILED,
             "UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32,

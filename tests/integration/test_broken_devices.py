@@ -44,6 +44,14 @@ def device_samples(server: Server) -> dict[str, float]:
     return {line.partition('worker="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
 
 
+def device_errors(server: Server) -> dict[str, float]:
+    """The values of `unfuse_device_errors_total` that are not 0, by kind."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as page:
+        lines = [line for line in page.read().decode().splitlines() if line.startswith("unfuse_device_errors_total{")]
+    counts = {line.partition('kind="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
+    return {kind: count for kind, count in counts.items() if count}
+
+
 def finish(server: Server, requests: int, before: Callable[[], object] = bool) -> list[dict[str, Any]]:
     """Run this many requests, eight at a time. `before` is called once a few of them are done."""
 
@@ -92,6 +100,10 @@ def test_no_request_fails_while_the_device_of_one_worker_does(places: str, reaso
         assert worker["device_health"] == [{"index": "cpu", "uuid": "", "healthy": False}]
         if "load" in places:
             assert device_samples(server) == {first["id"]: 0.0, second["id"]: 1.0}
+            errors = until(
+                lambda: {"failed", "unusable"} <= (counts := device_errors(server)).keys() and counts, "errors"
+            )
+            assert errors.keys() == {"failed", "unusable"} and errors["failed"] == 1
         assert "the device is unhealthy" in server.log()
 
         break_device(first["pid"], "")

@@ -20,8 +20,8 @@ TABLE = RENAMES._replace(
     settings={"UNFUSE_HOLD": "UNFUSE_MAX_LOADED_MODELS"},
     flags={"--hold": "--max-loaded-models"},
     values={"manned": "served"},
-    removed={"fields": {"holds": "a flag says it"}, "flags": {"--no-workers": "--workers none"}},
-    added={"fields": {"loaded": "what is in memory"}},
+    removed={"fields": {"view.holds": "a flag says it"}, "flags": {"--no-workers": "--workers none"}},
+    added={"fields": {"view.loaded": "what is in memory"}},
 )
 OLD: dict[str, Any] = {
     "circumstances": {"torch": "2"},
@@ -89,6 +89,7 @@ def test_listed_renames_removals_and_additions_are_no_difference() -> None:
         ("sqlite/view/holds", "all", 'sqlite.view.holds: is new, "all"'),
         ("sqlite/view/results", [], "sqlite.view.results: 1 of them, now 0"),
         ("sqlite/view/results", [], 'sqlite.view.results: is gone, {"digest": {"sha256": "a"}}'),
+        ("sqlite/view/results/0/loaded", 1, "sqlite.view.results[0].loaded: is new, 1"),
         ("sqlite/view/extra", 1, "sqlite.view.extra: is new, 1"),
         ("sqlite/view/results/0/digest/sha256", "b", 'sqlite.view.results[0].digest.sha256: "a", now "b"'),
         ("sqlite/view/pieces/0/1", -1.6, "sqlite.view.pieces[0][1]: -1.5, now -1.6"),

@@ -120,7 +120,7 @@ def test_decode_out_of_memory_is_tiled_and_later_ones_start_in_tiles(kind: str, 
 def test_decode_that_never_fits_and_exact_only_fail_the_request(kind: str, folder: Any, tmp_path: Path) -> None:
     shape, frames = KINDS[kind]
     for options, most, says in (
-        (ComputeOptions(), 4, "larger device"),
+        (ComputeOptions(), 4, "reduce the request"),
         (ComputeOptions(exact_only=True), 8, "forbids"),
     ):
         stage, vae = stage_of(folder(kind), "vae_decode", options)

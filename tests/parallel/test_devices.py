@@ -15,7 +15,7 @@ import torch
 
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, DeviceUnusable
-from unfuse.core.messages import DeviceId
+from unfuse.core.worker_status import DeviceId
 from unfuse.parallel import devices, group
 from unfuse.parallel.accelerator import Accelerator
 from unfuse.parallel.pairs import TorchPairs

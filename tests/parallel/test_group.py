@@ -31,7 +31,7 @@ def test_step_that_fails_to_start_on_one_rank_is_skipped_by_all(tmp_path: Path) 
         fine,
         "RankError: rank 1: ValueError: no such thing",
         fine,
-        "OutOfMemoryError: rank 1: OutOfMemoryError: the device is full",
+        "RankOutOfMemory: rank 1: OutOfMemoryError: the device is full",
         "nothing exchanged",
         "ValueError: of rank 0",
         fine,

@@ -13,9 +13,10 @@ from tests.scheduler.test_scheduler import done, info
 from tools.asking import asking
 from unfuse import queues
 from unfuse.core.codec import decode, encode
-from unfuse.core.messages import DeviceFault, DeviceId, TaskFailed, WorkerStatus
+from unfuse.core.messages import TaskFailed
 from unfuse.core.request import RequestContext, StageState
 from unfuse.core.task import Lease
+from unfuse.core.worker_status import DeviceFault, DeviceId, WorkerStatus
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import lease_request

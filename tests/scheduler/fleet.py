@@ -18,7 +18,6 @@ from unfuse.core.messages import (
     CLIENT_ERROR,
     HeartbeatReply,
     LeasesGranted,
-    RankTimes,
     Register,
     ReportProgress,
     RequestTasks,
@@ -28,10 +27,10 @@ from unfuse.core.messages import (
     TaskFailed,
     TaskStopped,
     UnknownWorker,
-    WorkerStatus,
 )
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Claim, Lease
+from unfuse.core.worker_status import RankTimes, WorkerStatus
 from unfuse.queues.base import QueueBackend, RequestFilter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer

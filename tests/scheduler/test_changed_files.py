@@ -11,16 +11,9 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import WORKER, info, scheduling, take
 from tools.asking import asking
 from unfuse.core.errors import WeightsChanged
-from unfuse.core.messages import (
-    ChangedFile,
-    Heartbeat,
-    HeartbeatReply,
-    Register,
-    Registered,
-    StorageLocations,
-    WorkerInfo,
-)
+from unfuse.core.messages import Heartbeat, HeartbeatReply, Register, Registered, StorageLocations, WorkerInfo
 from unfuse.core.request import RequestContext
+from unfuse.core.worker_status import ChangedFile
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 

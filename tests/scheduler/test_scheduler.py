@@ -15,10 +15,11 @@ from hypothesis import given, settings, strategies as st
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
-from unfuse.core.messages import CheckpointSaved, TaskCompleted, TaskFailed, WorkerInfo, WorkerStatus
+from unfuse.core.messages import CheckpointSaved, TaskCompleted, TaskFailed, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Event, ResultFile, Timings
 from unfuse.core.task import Lease
+from unfuse.core.worker_status import WorkerStatus
 from unfuse.queues.base import MAX_REFUSALS, QueueLimits, RequestFilter
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import MAX_HAND_BACK_WORKERS, UNLIMITED_HAND_BACKS

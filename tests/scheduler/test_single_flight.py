@@ -120,6 +120,24 @@ async def test_request_shares_a_running_encode_of_the_same_prompt(url: str) -> N
             assert told == ["queued", "stage_completed", "stage_started"]
 
 
+async def test_tiled_encode_is_neither_cached_nor_shared(url: str) -> None:
+    async with one(url) as scheduler:
+        first = await ask(scheduler, 1)
+        (encode,) = await lease(scheduler)
+        second = await ask(scheduler, 2)
+        assert second.context.stages[ENCODED].shares_with_request == first.context.id
+
+        await scheduler.complete(msgspec.structs.replace(done(encode), vae="tiled"), WORKER)
+        ran = await run(scheduler, first, second)
+        assert (await context(scheduler, first)).stages[ENCODED].vae == "tiled"
+        assert ran[ENCODED] == 1, "the second request encodes by itself"
+
+        third = await ask(scheduler, 3)
+        assert (await run(scheduler, third))[ENCODED] == 0, "and its output is cached"
+        states = [(await context(scheduler, record)).stages[ENCODED] for record in (second, third)]
+        assert [(state.vae, state.output == done(encode).output) for state in states] == [("", False)] * 2
+
+
 async def until(scheduler: Scheduler, record: RequestRecord, kind: str) -> AsyncIterator[Any]:
     """The events of a request up to the first of a kind."""
     async for event in scheduler.queue.watch(record.context.id):

@@ -25,9 +25,9 @@ from unfuse.core.messages import (
     RequestTasks,
     StorageLocations,
     WorkerInfo,
-    WorkerStatus,
 )
 from unfuse.core.model_spec import ModelSpec
+from unfuse.core.worker_status import WorkerStatus
 from unfuse.queues.base import PoolStats, QueueBackend, QueueStats, RegisteredWorker
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue

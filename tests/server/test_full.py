@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from tests.disks import fill, small_disk
 from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve, until
-from unfuse.core.messages import Heartbeat, Register, StorageLocations, TaskFailed, WorkerStatus
+from unfuse.core.messages import Heartbeat, Register, StorageLocations, TaskFailed
+from unfuse.core.worker_status import WorkerStatus
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.service import service
 from unfuse.testing.queue_samples import lease_request

@@ -22,19 +22,11 @@ from tools.asking import asking
 from tools.cards import MOVING
 from unfuse import __version__, queues
 from unfuse.core.errors import Overloaded
-from unfuse.core.messages import (
-    Heartbeat,
-    RankTimes,
-    Register,
-    RequestTasks,
-    StorageLocations,
-    TaskCompleted,
-    TransferStats,
-    WorkerStatus,
-)
+from unfuse.core.messages import Heartbeat, Register, RequestTasks, StorageLocations, TaskCompleted, TransferStats
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import readable_pool
 from unfuse.core.request import Timings
+from unfuse.core.worker_status import DeviceErrors, DeviceId, RankTimes, WorkerStatus
 from unfuse.edge.access import ApiError
 from unfuse.queues.base import QueueLimits
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -479,6 +471,27 @@ def test_leaked_memory_of_workers_is_summed_by_role(tmp_path: Path) -> None:
         served.run(dispatcher.answer(b"w", Heartbeat(leaks={"kv": 512, "arena": 4096})))
         served.run(dispatcher.answer(b"w", Heartbeat()))
         assert [sample(http, name % memory) for memory in ("kv", "arena")] == [(1 << 40) + 512, 4096]
+
+
+def test_device_errors_are_summed_by_device_and_retries_by_role(tmp_path: Path) -> None:
+    with serve(tmp_path, works=False) as served, as_(served) as http:
+        dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
+        device = DeviceId("cuda:0", "GPU-0")
+        labels = f'index="cuda:0",kind="%s",node="{WORKER.node}",uuid="GPU-0"'
+        errors = "unfuse_device_errors_total{" + labels + "}"
+        retries = f'unfuse_memory_retries_total{{retry="halved",role="{WORKER.role}"}}'
+        for worker in (b"v", b"w"):
+            registration = replace(WORKER, id=worker.decode(), devices=(device,))
+            served.run(dispatcher.answer(worker, Register(registration, (PICTURES,))))
+        assert [sample(http, errors % kind) for kind in ("failed", "unusable", "out_of_memory")] == [0, 0, 0]
+        assert sample(http, retries) == 0
+
+        failed, halved = DeviceErrors(device, "failed"), DeviceErrors(device, "out_of_memory", "halved", 3)
+        served.run(dispatcher.answer(b"v", Heartbeat(device_errors=(failed, halved))))
+        served.run(dispatcher.answer(b"w", Heartbeat(device_errors=(failed, DeviceErrors(device, "out_of_memory")))))
+        served.run(dispatcher.answer(b"w", Heartbeat()))
+        assert [sample(http, errors % kind) for kind in ("failed", "unusable", "out_of_memory")] == [2, 0, 4]
+        assert sample(http, retries) == 3
 
 
 def test_accepted_rejected_and_ended_requests_are_logged(guarded: Served) -> None:

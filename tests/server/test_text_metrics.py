@@ -9,8 +9,9 @@ from msgspec.structs import replace
 from tests.server.served import WORKER, serve
 from tests.server.test_gateway import as_, sample
 from tools.cards import PICTURES
-from unfuse.core.messages import Heartbeat, Register, StorageLocations, WorkerStatus
+from unfuse.core.messages import Heartbeat, Register, StorageLocations
 from unfuse.core.text import TextStats
+from unfuse.core.worker_status import WorkerStatus
 from unfuse.scheduler.dispatcher import Dispatcher
 
 

@@ -21,13 +21,16 @@ PARAMS: Params = {"width": 4, "height": 2, "num_frames": 1}
 class Pixels:
     """An encoder whose encoding of a picture is its first pixel; it would keep gradients."""
 
-    one_by_one, extra_uploads = False, ()
+    one_by_one, extra_uploads, vae = False, (), None
 
     def __init__(self) -> None:
         self.weight = torch.ones(1, requires_grad=True)
 
     def verify(self, params: Params) -> None:
         need(params, "width", int)
+
+    def size(self, pictures: Mapping[str, Sequence[Image.Image]], params: Params) -> tuple[int, int]:
+        return 2, 4
 
     def encode(self, pictures: Mapping[str, Sequence[Image.Image]], params: Params) -> dict[str, Tensor | None]:
         first = torch.tensor([picture.getpixel((0, 0)) for picture in pictures["image"]], dtype=torch.float32)

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from tests.models.gguf_files import QUANTIZED, write_gguf
 from tools.tiny_language import KINDS, make_language_model
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import ChangedFile
 from unfuse.core.plan import StageSelector
+from unfuse.core.worker_status import ChangedFile
 from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.weights.gguf import QUANTIZED as TYPES

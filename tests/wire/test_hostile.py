@@ -39,9 +39,9 @@ from unfuse.core.messages import (
     TransferStats,
     UnknownWorker,
     Unregister,
-    WorkerStatus,
 )
 from unfuse.core.task import Lease
+from unfuse.core.worker_status import WorkerStatus
 from unfuse.queues.base import QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher

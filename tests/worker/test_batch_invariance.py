@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 from structlog.testing import capture_logs
 
-from unfuse.core.messages import BatchInvarianceStats
+from unfuse.core.worker_status import BatchInvarianceStats
 from unfuse.worker.batch_invariance import (
     DIFFERENT,
     MAX_ENTRIES,

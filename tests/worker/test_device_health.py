@@ -7,12 +7,13 @@ import asyncio
 import pytest
 
 from unfuse.core.errors import DeviceUnusable
-from unfuse.core.messages import DeviceId, TaskFailed
+from unfuse.core.messages import TaskFailed
 from unfuse.core.task import Claim, Task
+from unfuse.core.worker_status import DeviceErrors, DeviceId
 from unfuse.testing.queue_samples import task_of
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker import device_health
-from unfuse.worker.compute_messages import DeviceFailed
+from unfuse.worker.compute_messages import DeviceFailed, MemoryShortage
 from unfuse.worker.device_health import MOST_FAILURES, DeviceHealth
 
 ERROR = DeviceFailed(1, "CUDA error: an illegal memory access was encountered")
@@ -99,6 +100,23 @@ def test_failed_check_makes_the_device_unhealthy_until_it_passes(health: DeviceH
     assert health.fault.reason == "cuda:0 (GPU-0) cannot be used: it computed a wrong product"
     health.record_started(health.devices)
     assert health.fault is None
+
+
+def test_errors_are_counted_by_device_and_kind_until_they_are_reported(health: DeviceHealth) -> None:
+    fail(health, task("req_1"))
+    fail(health, task("req_2"))
+    health.record_unusable(DeviceUnusable("it computed a wrong product", rank=0))
+    for retry in ("halved", "halved", ""):
+        health.record_shortage(MemoryShortage(1, retry))  # type: ignore[arg-type]
+    health.record_completed("denoise:p")
+    first, second = health.devices
+    assert set(health.errors.take_counts()) == {
+        DeviceErrors(second, "failed", count=2),
+        DeviceErrors(first, "unusable"),
+        DeviceErrors(second, "out_of_memory", "halved", 2),
+        DeviceErrors(second, "out_of_memory"),
+    }
+    assert health.errors.take_counts() == ()
 
 
 @in_virtual_time

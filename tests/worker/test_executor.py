@@ -17,11 +17,12 @@ from tests.worker import outside
 from tests.worker.forking import forking
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import DeviceId, StepProgress, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
+from unfuse.core.messages import StepProgress, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import StageSelector, Value, roles_of
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease
+from unfuse.core.worker_status import DeviceId
 from unfuse.models import find, resolve_source
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of

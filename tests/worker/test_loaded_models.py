@@ -21,10 +21,11 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.worker.test_executor import load
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError, UnfuseError
-from unfuse.core.messages import AdapterBytes, ChangedFile, FetchAdapter, Rejected, UnknownWorker
+from unfuse.core.messages import AdapterBytes, FetchAdapter, Rejected, UnknownWorker
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.task import Claim, Lease
+from unfuse.core.worker_status import ChangedFile
 from unfuse.models import read_model_spec
 from unfuse.service.service import AdapterServer
 from unfuse.stores.tensor_store import TensorStore

@@ -16,7 +16,7 @@ from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.errors import OutOfMemory
 from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.stages.base import StageInput
-from unfuse.worker.compute_messages import failure
+from unfuse.worker.compute_messages import MemoryShortage, failure
 from unfuse.worker.memory_ladder import MemoryLadder, clear_frames, size_of
 from unfuse.worker.step_loop import StepLoop
 
@@ -73,6 +73,11 @@ class Smaller(Count):
         return state
 
 
+def retries(loop: Bench) -> list[str]:
+    """What followed each error, as the loop reported it."""
+    return [message.retry for message in loop.sent if isinstance(message, MemoryShortage)]
+
+
 def with_memory(loop: Bench, gpu: ComputeDevice) -> Bench:
     """The same loop on a device with this memory."""
     stages = loop.loop._factory._stages
@@ -106,6 +111,7 @@ def test_batch_is_halved_and_cache_emptied_in_every_spelling(tmp_path: Path, err
     assert all(isinstance(loop.outcome(lease), TaskCompleted) for lease in leases)
     assert [len(batch) for batch in count.batches] == [4, 2, 2, 2, 2]
     assert gpu.emptied == 1
+    assert retries(loop) == ["halved"]
 
 
 @pytest.mark.parametrize("error", SPELLINGS, ids=str)
@@ -131,6 +137,7 @@ def test_step_is_made_smaller_until_it_fits(tmp_path: Path) -> None:
 
     assert isinstance(loop.outcome(loop.run()), TaskCompleted)
     assert stage.tried == [0, 0, 1, 2, 2, 2]
+    assert retries(loop) == ["repeated", "reduced", "reduced"]
 
 
 def test_task_that_never_fits_fails_in_a_sentence_and_others_complete(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.text import TextStats
+from unfuse.core.worker_status import BatchInvarianceStats
 from unfuse.worker.compute import _device, compute_device
 from unfuse.worker.compute_messages import RankStatus
 from unfuse.worker.executor import OVER_S, PAGE, BusyShare, resident

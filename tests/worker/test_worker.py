@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from unfuse.core.messages import ChangedFile, TaskFailed
+from unfuse.core.messages import TaskFailed
 from unfuse.core.task import Claim
+from unfuse.core.worker_status import ChangedFile
 from unfuse.worker.link import WITHDRAW, log_outcome
 from unfuse.worker.worker import Worker
 

@@ -427,8 +427,8 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exact_only: Annotated[
         bool,
         Meta(
-            description="Fail a request whose decode runs out of memory, instead of decoding it in tiles, which change "
-            "pixels."
+            description="Fail a request whose VAE runs out of memory, instead of encoding or decoding in tiles, which "
+            "change pixels."
         ),
     ] = False
 

@@ -16,7 +16,7 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Seconds, Timings
 from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
-from unfuse.core.text import TextStats
+from unfuse.core.worker_status import ChangedFile, Count, DeviceErrors, DeviceId, Word, WorkerStatus
 
 FailureKind = Literal["transient", "permanent", "crash", "device", "object_lost", "hand_back"]
 CLIENT_ERROR = "refused"  # the reason of a permanent failure that is the client's mistake
@@ -25,17 +25,14 @@ OUT_OF_MEMORY = "out_of_memory"  # the reason of a failure for lack of memory
 Memory = Literal["kv", "arena"]
 """The memory of a worker that tasks share: the paged KV cache, and the arena with the objects."""
 
-Count = Annotated[int, Meta(ge=0, le=1 << 60)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-"""Numbers that workers report. Metrics add them up, so NaN, infinity and negative numbers are refused."""
-
 Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)]
 """Amounts of named resources, other than slots and bytes of the arena."""
 
-_Word = Annotated[str, Meta(max_length=128)]
-
-Numerics = Annotated[dict[_Word, _Word], Meta(max_length=32)]
+Numerics = Annotated[dict[Word, Word], Meta(max_length=32)]
 """A worker's numerics: all that the bytes of its results depend on, except weights, dtypes and parameters."""
+
+#: Most entries about device errors in a heartbeat: each rank has one for each kind and retry.
+MAX_DEVICE_ERRORS = 8 * MAX_RANKS
 
 DURABLE_SCHEMES = frozenset({"disk", "s3"})
 """Schemes of the URLs of result stores that outlive their process. A worker that drains saves checkpoints there."""
@@ -75,120 +72,6 @@ class StorageLocations(msgspec.Struct, frozen=True):
         if self.durable != "none":
             return self.durable
         return self.results if self.results.partition(":")[0] in DURABLE_SCHEMES else "none"
-
-
-class BatchInvarianceStats(msgspec.Struct, frozen=True):
-    """Batch invariance of an exact pool: how many requests may share a forward."""
-
-    #: Size of the largest batch that gave each request the bytes that it has alone.
-    largest: Count = 1
-    #: By batch size that is not used, what a comparison showed: that results differ, or the error of the batch.
-    differences: Annotated[dict[int, str], Meta(max_length=256)] = {}
-    #: How requests are computed. compared: they share forwards of sizes for which comparisons found no difference.
-    #: alone or batched: three keys showed a difference, so each has a forward of its own, or results are equal within a
-    #: tolerance.
-    mode: Literal["compared", "alone", "batched"] = "compared"
-
-    def __or__(self, other: BatchInvarianceStats) -> BatchInvarianceStats:
-        weaker = max(self.mode, other.mode, key=("compared", "alone", "batched").index)
-        return BatchInvarianceStats(max(self.largest, other.largest), self.differences | other.differences, weaker)
-
-
-class RankTimes(msgspec.Struct, frozen=True):
-    """Seconds of one rank since it started.
-
-    The slowest rank is the one that computes longest: the others wait for it.
-    """
-
-    #: Seconds of computing steps.
-    compute_s: Seconds = 0.0
-    #: Seconds of waiting for other ranks and exchanging numbers with them.
-    exchange_s: Seconds = 0.0
-
-
-class ChangedFile(msgspec.Struct, frozen=True):
-    """A model file that was modified after a worker loaded it."""
-
-    #: Path of the file, relative to the model's folder.
-    name: str
-    #: Whether its bytes were compared and differ. Until then they may still be the same.
-    compared: bool
-
-    def __str__(self) -> str:
-        if self.compared:
-            return f"{self.name} has changed since it was loaded: restart the server to load the new file"
-        return f"{self.name} was modified since it was loaded: wait until its bytes are compared"
-
-
-class DeviceId(msgspec.Struct, frozen=True):
-    """One device of a worker, as it is named in answers, metrics and logs."""
-
-    #: Name with the index, such as `cuda:1` or `cpu`.
-    index: _Word
-    #: UUID as the driver lists it, such as `GPU-3f1c…`. Empty if the device has none.
-    uuid: _Word = ""
-
-    def __str__(self) -> str:
-        return f"{self.index} ({self.uuid})" if self.uuid else self.index
-
-
-class DeviceFault(msgspec.Struct, frozen=True):
-    """Why a worker is unhealthy: one of its devices failed repeatedly, or failed its check."""
-
-    #: Rank of the device.
-    rank: Count
-    #: One sentence, for people.
-    reason: Annotated[str, Meta(max_length=4096)]
-
-    def __str__(self) -> str:
-        return self.reason
-
-
-class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker runs and uses now. Its registration and every heartbeat carry one."""
-
-    #: Bytes of the arena in use.
-    arena_used: Count = 0
-
-    #: The most bytes of the arena that were ever in use.
-    arena_high_water: Count = 0
-
-    #: Share of the arena's free bytes that one object cannot use, from 0 to 1.
-    arena_fragmentation: Share = 0.0
-
-    #: Bytes of GPU memory, as the first compute process reports it; without a GPU, of the processes' host memory.
-    memory: Count = 0
-
-    #: Share of the last seconds in which the worker had tasks to compute, from 0 to 1.
-    utilization: Share = 0.0
-
-    #: Number of tasks that wait because the result store is full or cannot be reached.
-    waiting_for_results: Count = 0
-
-    #: Number of tasks whose inputs are still being written or transferred.
-    waiting_for_inputs: Count = 0
-
-    #: Times of each rank, in the order of ranks. Empty if there is only one rank.
-    ranks: Annotated[tuple[RankTimes, ...], Meta(max_length=MAX_RANKS)] = ()
-
-    #: KV blocks and prompts of the language stages. None without language stages.
-    texts: TextStats | None = None
-
-    #: By exact pool, the batch invariance that comparisons showed so far.
-    batch_invariance: dict[str, BatchInvarianceStats] = {}
-
-    #: Name of the loaded model, out of `WorkerInfo.swappable_models`. Empty during a model swap, and without model
-    #: swapping.
-    loaded: str = ""
-
-    #: Seconds that loading it took.
-    load_s: Seconds = 0.0
-
-    #: Name of the model that a swap is loading in place of `loaded`. Empty without a swap.
-    target: str = ""
-
-    #: Why the worker runs no tasks. None while its devices are healthy.
-    device_fault: DeviceFault | None = None
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -238,10 +121,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     #: Model swapping: by model name, the pools whose weights it loads together, one model at a time. Empty if all
     #: weights are loaded at once.
-    swappable_models: Annotated[dict[_Word, tuple[str, ...]], Meta(max_length=64)] = {}
+    swappable_models: Annotated[dict[Word, tuple[str, ...]], Meta(max_length=64)] = {}
 
     #: Declared pools that it no longer serves, with the model file that has changed.
-    changed: Annotated[dict[_Word, ChangedFile], Meta(max_length=1024)] = {}
+    changed: Annotated[dict[Word, ChangedFile], Meta(max_length=1024)] = {}
 
     #: What it runs and uses now.
     status: WorkerStatus = WorkerStatus()
@@ -328,6 +211,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     #: By memory, leaked bytes that were found since the last heartbeat, while the worker had no task.
     leaks: dict[Memory, Count] = {}
 
+    #: Errors of the worker's devices since the last heartbeat.
+    device_errors: Annotated[tuple[DeviceErrors, ...], Meta(max_length=MAX_DEVICE_ERRORS)] = ()
+
 
 class StepProgress(msgspec.Struct, frozen=True, tag=True):
     """Steps `first` to `step` of a task are done.
@@ -402,7 +288,7 @@ class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
     timings: Timings
     #: The worker's next lease request. It is answered in the same transaction, without waiting for tasks.
     next_request: RequestTasks | None = None
-    #: "tiled": the results were decoded in tiles, because the memory of the device was too small.
+    #: "tiled": the VAE encoded or decoded in tiles, because the memory of the device was too small.
     vae: Literal["", "tiled"] = ""
 
 
@@ -439,7 +325,7 @@ class CachePrefix(msgspec.Struct, frozen=True, tag=True):
     #: The block.
     output: ObjectRef
     #: Digest of a block whose key is in `extends_prefix_of`; "": the key is one of the `prefixes`.
-    digest: _Word = ""
+    digest: Word = ""
 
 
 class TaskFailed(msgspec.Struct, frozen=True, tag=True):

@@ -241,7 +241,7 @@ class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int = 0
     #: Number of steps of the stage, as that attempt reported it; 0: it reported none.
     steps: int = 0
-    #: "tiled": its results were decoded in tiles, because the memory of the device was too small.
+    #: "tiled": the VAE encoded or decoded in tiles, because the memory of the device was too small.
     vae: Literal["", "tiled"] = ""
 
     @property

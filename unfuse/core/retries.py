@@ -110,7 +110,7 @@ MEMORY = RetryRule(
         "spellings"
     ),
     result=(
-        "a batch is halved until each task runs alone; a task alone is repeated once, a decode is then tiled, and at "
+        "a batch is halved until each task runs alone; a task alone is repeated once, the VAE then uses tiles, and at "
         "last the request fails. It is retried once, on another worker or later, if other processes use memory of the "
         "device"
     ),

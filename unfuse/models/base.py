@@ -316,10 +316,11 @@ class DiffusersFamily(Family):
         from unfuse.stages.text_encode import TextEncode
         from unfuse.stages.vae_decode import PreviewDecoder, VaeDecode
 
+        device = None if loader.runtime.group else loader.device  # None: ranks must agree on tiles
         if kind in self.text_encoders:
             return TextEncode(self.text_encoders[kind](loader), kind, self.has_zeros(loader.folder.index()))
         if kind == IMAGE_ENCODE.kind:
-            return ImageEncode(self.image_encoder(loader))
+            return ImageEncode(self.image_encoder(loader), loader.runtime.options, device)
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
             check_masks(runtime.options.attention, denoiser.masks)
@@ -328,7 +329,7 @@ class DiffusersFamily(Family):
             redraw = self.redraw(loader, denoiser.dtype)
             return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh, redraw)
         if kind == VAE_DECODE.kind:
-            return VaeDecode(self.vae(loader), loader.runtime.options, None if loader.runtime.group else loader.device)
+            return VaeDecode(self.vae(loader), loader.runtime.options, device)
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
 
     def _adapters(self, loader: Loader, denoiser: Denoiser) -> LoadedAdapters | None:

@@ -296,9 +296,15 @@ class PictureEncoder:
     one_by_one = False
     #: Uploads that a request may have beside `image`. The pipeline declares which of them it reads.
     extra_uploads: Sequence[str] = ()
+    #: The VAE that encodes the images.
+    vae: Any
 
     def verify(self, params: Params) -> None:
         """Accept all parameters, because none is read."""
+
+    def size(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> tuple[int, int]:
+        """Return the requested height and width, to which images are stretched."""
+        return need(params, "height", int), need(params, "width", int)
 
 
 class GridVae:
@@ -361,28 +367,28 @@ class PictureVae(PictureEncoder):
     extra_uploads: Sequence[str] = (MASK,)
 
     def __init__(self, loader: Loader, upcasts: bool = False) -> None:
-        self._vae, self._device = loader.vae(), loader.device
-        self._upcasts = upcasts and forces_upcast(self._vae)
+        self.vae, self._device = loader.vae(), loader.device
+        self._upcasts = upcasts and forces_upcast(self.vae)
 
     @override
     def verify(self, params: Params) -> None:
         """Raise PermanentError without a size."""
-        need(params, "height", int), need(params, "width", int)
+        self.size({}, params)
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
         """Return `moments` (images, 2 * channels, height, width) of the latents' distribution."""
         from diffusers.image_processor import VaeImageProcessor
 
-        size = {side: need(params, side, int) for side in ("height", "width")}
-        pixels = VaeImageProcessor(vae_scale_factor=1).preprocess(list(pictures[UPLOAD]), **size)
-        dtype = self._vae.dtype
+        size = self.size(pictures, params)
+        pixels = VaeImageProcessor(vae_scale_factor=1).preprocess(list(pictures[UPLOAD]), *size)
+        dtype = self.vae.dtype
         pixels = pixels.to(self._device, dtype)
-        if "z_dim" in self._vae.config:  # a video VAE: the picture is its only frame
+        if "z_dim" in self.vae.config:  # a video VAE: the picture is its only frame
             pixels = pixels.unsqueeze(2)
         if self._upcasts:
             pixels = pixels.float()
-        with computing_in(self._vae, pixels.dtype):
-            moments = self._vae.encode(pixels).latent_dist.parameters
+        with computing_in(self.vae, pixels.dtype):
+            moments = self.vae.encode(pixels).latent_dist.parameters
         return {"moments": moments.reshape(*moments.shape[:2], *moments.shape[-2:])}
 
 
@@ -453,7 +459,8 @@ class PictureFamily(DiffusersFamily):
         from unfuse.stages.image_encode import RedrawEncode
 
         if kind == REDRAW_ENCODE.kind:
-            return RedrawEncode(PictureVae(loader, self.upcasts))
+            device = None if loader.runtime.group else loader.device
+            return RedrawEncode(PictureVae(loader, self.upcasts), loader.runtime.options, device)
         return super().stage(kind, loader)
 
 

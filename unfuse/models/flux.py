@@ -195,26 +195,33 @@ class Reference(PictureEncoder):
     one_by_one = True  # references of other aspect ratios have other sizes
 
     def __init__(self, loader: Loader) -> None:
-        self._vae, self._device = loader.vae(), loader.device
+        self.vae, self._device = loader.vae(), loader.device
         self._side = PictureShape.of_vae(loader.folder).multiple
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
         """Return the denoiser's `condition` (1, channels, height, width), of one image."""
         from diffusers.image_processor import VaeImageProcessor
+
+        (picture,) = pictures[UPLOAD]
+        vae, size = self.vae, self.size(pictures, params)
+        processor = VaeImageProcessor(vae_scale_factor=self._side)
+        pixels = processor.preprocess(processor.resize(picture, *size), *size).to(self._device, vae.dtype)
+        latents = vae.encode(pixels).latent_dist.mode()
+        return {"condition": (latents - vae.config.shift_factor) * vae.config.scaling_factor}
+
+    @override
+    def size(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> tuple[int, int]:
+        """Return the preferred height and width whose aspect ratio is next to the image's."""
         from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS as SIZES
 
         (picture,) = pictures[UPLOAD]
-        side, vae = self._side, self._vae
+        side = self._side
         columns, rows = (length // side for length in picture.size)
         if not rows or not columns:
             raise PermanentError(f"the picture is smaller than {side}×{side}: send a larger one")
 
         _, width, height = min((abs(columns / rows - w / h), w, h) for w, h in SIZES)
-        size = height // side * side, width // side * side
-        processor = VaeImageProcessor(vae_scale_factor=side)
-        pixels = processor.preprocess(processor.resize(picture, *size), *size).to(self._device, vae.dtype)
-        latents = vae.encode(pixels).latent_dist.mode()
-        return {"condition": (latents - vae.config.shift_factor) * vae.config.scaling_factor}
+        return height // side * side, width // side * side
 
 
 class KontextDenoiser(FluxDenoiser):

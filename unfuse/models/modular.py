@@ -12,7 +12,7 @@ no guider.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from math import prod
+from math import prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,9 @@ TYPES: dict[str, Any] = {
     "seed": int,
 }
 
+
+#: Pixels above which diffusers reduces a reference image.
+MAX_AREA = 1024 * 1024
 
 #: The name of the images that the block of VAE decoding makes.
 IMAGES = "images"
@@ -188,7 +191,19 @@ class References(PictureEncoder):
         from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 
         block.update_components(image_processor=Flux2ImageProcessor(vae_scale_factor=multiple))
-        self._block = block
+        self._block, self.vae = block, block.vae
+
+    @override
+    def size(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> tuple[int, int]:
+        """Return height and width of the largest image, above MAX_AREA reduced to that."""
+        sizes = [image.size for row in pictures.values() for image in row]
+        scaled = [
+            (height * scale, width * scale)
+            for width, height in sizes
+            for scale in (min(1.0, sqrt(MAX_AREA / (width * height))),)
+        ]
+        height, width = max(scaled, key=max)
+        return int(height), int(width)
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
         """Return REFERENCE_INPUTS and SIZES of one request.
@@ -297,7 +312,8 @@ class Modular(PictureFamily):
         loader = Loader(model, self.components(model), runtime, report, self.parallel_plans)
         if spec.kind == IMAGE_ENCODE.kind:
             block = _load_block(spec, self.blocks[0], loader)
-            return ImageEncode(References(block, PictureShape.of_vae(model).multiple))
+            device = None if runtime.group else loader.device
+            return ImageEncode(References(block, PictureShape.of_vae(model).multiple), runtime.options, device)
         return BlockStage(spec, self, loader, bool(model.index().get("is_distilled")))
 
 

@@ -428,6 +428,7 @@ class WanPicture(PictureEncoder):
         has_clip = any(loader.folder.index().get("image_encoder") or ())
         self._clip = (loader.plain("image_processor"), loader.model("image_encoder")) if has_clip else None
         self._vae, self._shape = WanVae(loader), Shape.read(loader.folder)
+        self.vae = self._vae.vae
 
     @override
     def verify(self, params: Params) -> None:

@@ -16,8 +16,8 @@ import torch
 from unfuse.core.compute_device import BFLOAT16_CAPABILITY
 from unfuse.core.errors import ConfigError, DeviceUnusable
 from unfuse.core.host_memory import available_memory
-from unfuse.core.messages import DeviceId
 from unfuse.core.retries import first_line, is_out_of_memory
+from unfuse.core.worker_status import DeviceId
 
 #: The torch.distributed backend by which ranks exchange tensors, for each kind of accelerator that has one. Copies from
 #: pinned memory to these devices overlap with computing.

@@ -29,7 +29,7 @@ from torch.nn import functional
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute_options import OVERLAY_KINDS, PARALLEL_KINDS, ParallelDegrees
 from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, UnsupportedRequest
-from unfuse.core.retries import DEVICE, first_line, rule_of
+from unfuse.core.retries import DEVICE, MEMORY, first_line, rule_of
 from unfuse.parallel.devices import EXCHANGES, set_current
 from unfuse.parallel.exchange_times import ExchangeTimes
 
@@ -52,6 +52,14 @@ class RankError(UnfuseError):
     """Another rank raised an exception that no retry rule in `core/retries.py` names."""
 
 
+class RankOutOfMemory(torch.OutOfMemoryError):
+    """The device of another rank, `rank`, has too little memory."""
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class RankDeviceError(RuntimeError):
     """The device of another rank, `rank`, failed."""
 
@@ -63,7 +71,6 @@ class RankDeviceError(RuntimeError):
 #: The exception that the other ranks raise when one rank fails, by the cause of its retry rule.
 #: The same retry policy then applies on all ranks. RankFailed for all other causes.
 ERRORS: dict[str, type[Exception]] = {
-    "memory": torch.OutOfMemoryError,
     "request": UnsupportedRequest,
     "permanent": PermanentError,
     "unknown": RankError,
@@ -164,7 +171,10 @@ class Group:
                 cause, message = failure
                 if cause == DEVICE.cause:
                     raise _RemoteError(RankDeviceError(message, rank))
-                raise _RemoteError(ERRORS.get(cause, RankFailed)(f"rank {rank}: {message}"))
+                message = f"rank {rank}: {message}"
+                if cause == MEMORY.cause:
+                    raise _RemoteError(RankOutOfMemory(message, rank))
+                raise _RemoteError(ERRORS.get(cause, RankFailed)(message))
 
     @property
     def waited_s(self) -> float:

@@ -403,6 +403,8 @@ class Dispatcher(Observer):
             self.scheduler.observers.notify(Observer.on_retracted, heartbeat.retracted)
         for memory, nbytes in heartbeat.leaks.items():
             self.scheduler.observers.notify(Observer.on_leaked, worker.role, memory, nbytes)
+        for errors in heartbeat.device_errors:
+            self.scheduler.observers.notify(Observer.on_device_errors, worker, errors)
 
         wakeup = self._heartbeat_wakeup  # read before the leases are: an event that is set meanwhile is not missed
         claims = [claim for claim in heartbeat.claims if await self._may_own_claim(peer, claim)]

@@ -122,7 +122,7 @@ class EncoderCache:
                 leader
                 and leader_context
                 and not _is_ahead(context, leader_context)
-                and (_is_first_try(state) or state.output)
+                and (_is_first_try(state) or _shared_output(state))
             ):
                 leaders[stage.name] = leader
         return leaders
@@ -168,7 +168,7 @@ class EncoderCache:
         """Complete a waiting stage with its leader's output, or queue it if there is none."""
         hits, _ = await self.find(ExecutionPlan((stage,)))
         # An output that is not cached yet, or no longer, is still in the leader's record.
-        output = hits.get(stage.name) or (await self._load_state(stage.cache_key, leader))[1].output
+        output = hits.get(stage.name) or _shared_output((await self._load_state(stage.cache_key, leader))[1])
         with suppress(NotFound):
             record, _ = await self._apply(
                 request, lambda record, wall: lifecycle.share_encoding(record.context, stage.name, output, wall)
@@ -196,6 +196,14 @@ class EncoderCache:
 def _is_first_try(state: StageState) -> bool:
     """Return whether a stage is queued or runs, and has not failed before."""
     return state.status == "queued" and not (state.failures or state.crashes or state.recomputes)
+
+
+def _shared_output(state: StageState) -> ObjectRef | None:
+    """Return the output of a leader's stage.
+
+    None if there is none, or if tiles have changed its bytes.
+    """
+    return None if state.vae else state.output
 
 
 def _is_ahead(context: RequestContext, leader: RequestContext) -> bool:

@@ -23,7 +23,6 @@ from unfuse.core.errors import LeaseLost
 from unfuse.core.messages import (
     CLIENT_ERROR,
     OUT_OF_MEMORY,
-    ChangedFile,
     CheckpointSaved,
     OutputAnnounced,
     TaskCompleted,
@@ -46,6 +45,7 @@ from unfuse.core.request import (
     merge_timings,
 )
 from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.worker_status import ChangedFile
 from unfuse.queues.base import MAX_SAFE_INTEGER
 from unfuse.scheduler.change_builder import ChangeBuilder, account_not_started, account_report, lose_output
 from unfuse.scheduler.cold_starts import record_cold_starts

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unfuse.core.messages import Memory, TransferStats
+from unfuse.core.messages import Memory, TransferStats, WorkerInfo
 from unfuse.core.request import RequestContext
+from unfuse.core.worker_status import DeviceErrors
 
 
 class Observer:
@@ -62,6 +63,9 @@ class Observer:
 
     def on_leaked(self, role: str, memory: Memory, nbytes: int) -> None:
         """An idle worker of this role reported a memory leak of `nbytes` bytes."""
+
+    def on_device_errors(self, worker: WorkerInfo, errors: DeviceErrors) -> None:
+        """A device of this worker had errors."""
 
     def on_webhook_attempt(self, outcome: str) -> None:
         """A webhook was called, with this outcome of the delivery attempt.

@@ -9,10 +9,11 @@ from types import MappingProxyType
 import structlog
 from msgspec.structs import replace
 
-from unfuse.core.messages import ChangedFile, WorkerInfo
+from unfuse.core.messages import WorkerInfo
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, declared_pool, roles_of
 from unfuse.core.task import Lease
+from unfuse.core.worker_status import ChangedFile
 from unfuse.queues.base import DeclaredModels, RegisteredWorker, WorkerRegistry
 
 #: Prefix of the names of declarations that admit or dismiss one model. The model's name follows.

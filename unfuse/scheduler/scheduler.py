@@ -326,7 +326,8 @@ class Scheduler:
             with self._background.log_errors("learning the size of an output"):
                 self._transitions.output_sizes.learn(stage.pool, completed.output.nbytes)
             with self._background.log_errors("caching an output"):
-                await self._cache.add(stage.cache_key, completed.output)
+                if not completed.vae:  # tiles have changed its bytes
+                    await self._cache.add(stage.cache_key, completed.output)
         return record, leases
 
     async def save_checkpoint(self, saved: CheckpointSaved, worker: str) -> None:

@@ -6,6 +6,7 @@ Counters and histograms count transitions of this gateway's scheduler. Gauges ar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import get_args
 
 import msgspec
@@ -17,6 +18,7 @@ from unfuse.core.messages import Memory, TransferStats, WorkerInfo
 from unfuse.core.plan import numerics_of
 from unfuse.core.request import RequestContext
 from unfuse.core.text import PREFILL_CHUNK_TOKENS
+from unfuse.core.worker_status import DeviceErrorKind, DeviceErrors, MemoryRetry
 from unfuse.queues.base import QueueBackend, RegisteredWorker
 from unfuse.scheduler.observer import Observer
 from unfuse.server.metrics_table import METRICS, Scrape, pool_labels
@@ -169,6 +171,14 @@ class Metrics(Observer):
         self.count("unfuse_leaked_bytes_total", role, memory, by=nbytes)
 
     @override
+    def on_device_errors(self, worker: WorkerInfo, errors: DeviceErrors) -> None:
+        device = errors.device
+        labels = worker.node, device.index, device.uuid, errors.kind
+        self.count("unfuse_device_errors_total", *labels, by=errors.count)
+        if errors.retry:
+            self.count("unfuse_memory_retries_total", worker.role, errors.retry, by=errors.count)
+
+    @override
     def on_dispatched(self, pool: str) -> None:
         self.count("unfuse_tasks_dispatched_total", *pool_labels(pool))
 
@@ -248,10 +258,21 @@ class Metrics(Observer):
             results_waiting=results[1],
             grammars=self.grammars,
         )
-        for info in scrape.infos:
-            for memory in get_args(Memory):  # the sample is 0 before the first leak, so that an alert sees the increase
-                self.count("unfuse_leaked_bytes_total", info.role, memory, by=0)
+        for info in (*scrape.infos, *unhealthy):
+            self._begin_counts(info)
         return generate_latest(VisibleMetrics(self._collect(scrape), audience))
+
+    def _begin_counts(self, worker: WorkerInfo) -> None:
+        """Count 0 leaks and errors of a worker.
+
+        An alert then sees the first one as an increase.
+        """
+        for memory in get_args(Memory):
+            self.count("unfuse_leaked_bytes_total", worker.role, memory, by=0)
+        for device, kind in product(worker.devices, get_args(DeviceErrorKind)):
+            self.on_device_errors(worker, DeviceErrors(device, kind, count=0))
+        for retry in get_args(MemoryRetry):
+            self.count("unfuse_memory_retries_total", worker.role, retry, by=0)
 
     def _collect(self, scrape: Scrape) -> Iterator[Metric]:
         """Yield all metrics in the order of their table."""

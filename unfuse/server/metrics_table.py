@@ -12,9 +12,10 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from unfuse.core.messages import BatchInvarianceStats, WorkerInfo
+from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import declared_pool, numerics_of, readable_pool
 from unfuse.core.text import TextStats
+from unfuse.core.worker_status import BatchInvarianceStats
 from unfuse.queues.base import PoolStats, RegisteredWorker
 from unfuse.stages.specs import DECODE, PREFILL
 
@@ -277,6 +278,22 @@ METRICS = (
         "worker",
         "index",
         "uuid",
+    ),
+    _counter(
+        "unfuse_device_errors_total",
+        "Errors of a device: its memory ran out (out_of_memory), an error ended the compute process (failed), or its "
+        "check before a restart failed (unusable)",
+        "node",
+        "index",
+        "uuid",
+        "kind",
+    ),
+    _counter(
+        "unfuse_memory_retries_total",
+        "Steps that ran out of memory and were computed again: in smaller batches (halved), in the same way "
+        "(repeated), or in smaller parts such as tiles (reduced)",
+        "role",
+        "retry",
     ),
     _gauge(
         "unfuse_node_tasks",

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 
 from unfuse import __version__
 from unfuse.core.errors import TransientError
-from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.plan import pool_with_numerics, readable_pool
+from unfuse.core.worker_status import BatchInvarianceStats
 from unfuse.edge.access import ApiError, envelope
 from unfuse.queues.base import RegisteredWorker
 from unfuse.server.auth import Principal, VisitorDep, admin_only, reader_of

@@ -37,6 +37,7 @@ from unfuse.service.plan import (
     slots_by_role,
     worker_plan,
 )
+from unfuse.service.private_files import warn_of_wide_permissions
 from unfuse.service.settings import LoadedSettings
 from unfuse.stages import specs
 from unfuse.weights.adapters import AdapterFolder, require_peft
@@ -180,6 +181,15 @@ def serve_options(loaded: LoadedSettings) -> ServeOptions:
     if options.trust is not None and serve.workers != NONE and options.launcher is None:
         require_engines(settings.transfer.engine)
     return options
+
+
+def log_warnings(options: ServeOptions) -> None:
+    """Log what is unsafe: API keys in plain text, and data that others can read."""
+    if options.keys.warning:
+        log.warning(options.keys.warning)
+    storage = options.storage
+    stores = (storage.store.removeprefix("spill:").partition("+")[2] or storage.store, storage.results, storage.durable)
+    warn_of_wide_permissions(options.settings.data_dir, options.queue, *stores)
 
 
 def default_params(settings: Settings) -> Params:

@@ -49,7 +49,7 @@ from unfuse.service.disk import passing_folder
 from unfuse.service.groups import ServeSettings
 from unfuse.service.loading import LoadingProgress, LoadLines
 from unfuse.service.logs import Logs
-from unfuse.service.options import ServeOptions, plan_service, serve_options
+from unfuse.service.options import ServeOptions, log_warnings, plan_service, serve_options
 from unfuse.service.plan import ServingPlan, forked, worker_specs
 from unfuse.service.settings import DEFAULT, LoadedSettings, load
 from unfuse.service.stopping import Stoppable
@@ -221,8 +221,7 @@ class Service(Stoppable):
             stack.push_async_callback(background.close)
             self._start_cleanup(background, scheduler, results)
             background.start_loop("checking the API keys for changes", options.keys.reload_if_changed)
-            if warning := options.keys.warning:
-                log.warning(warning)
+            log_warnings(options)
             launcher = groups.start_group(self._plan)
             background.start_loop("updating the worker groups", groups.check_once)
             host = f"[{serve.host}]" if ":" in serve.host else serve.host

@@ -40,6 +40,7 @@ from unfuse.service.plan import (
     worker_plan,
     worker_specs,
 )
+from unfuse.service.private_files import warn_of_wide_permissions
 from unfuse.service.settings import FIELDS
 from unfuse.service.stopping import AT_ONCE_S, Stoppable, end_after
 from unfuse.stores.results import is_same_store
@@ -184,6 +185,8 @@ async def run_worker(
         fork_launchers[0].start()
         return socket.socket(fileno=os.dup(fork_servers.socket_fd))
 
+    if lifeline is None:  # otherwise the process that started this one has logged it
+        warn_of_wide_permissions(options.data_dir)
     worker = Worker(options, engines, forks)
     running = asyncio.create_task(_run(worker, options.health))
 
@@ -226,6 +229,7 @@ class MachineWorkers(Stoppable):
             return
         plan = planning.result()
         settings = self._settings
+        warn_of_wide_permissions(settings.data_dir)
         on_planned(plan)
 
         flags = {"node": settings.worker.node} if settings.worker.node else {}

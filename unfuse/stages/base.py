@@ -71,7 +71,7 @@ class StageOutput(msgspec.Struct, frozen=True):
     tensors: Tensors = {}
     #: Files for the client, from a final stage.
     media: tuple[EncodedMedia, ...] = ()
-    #: "tiled": they were decoded in tiles, because memory was too small.
+    #: "tiled": the VAE encoded or decoded in tiles, because memory was too small.
     vae: Literal["", "tiled"] = ""
 
 

@@ -15,13 +15,15 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import InvalidParameter, PermanentError
 from unfuse.core.modalities import MASK, UPLOAD
 from unfuse.core.pixels import read_alpha, read_rgb
 from unfuse.core.plan import Params
-from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors, need
+from unfuse.stages.base import OneStepState, Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stages.noise import draw_noise
+from unfuse.stages.vae_memory import Size, VaeModes
 
 
 class ImageEncoder(Protocol):
@@ -31,9 +33,17 @@ class ImageEncoder(Protocol):
     extra_uploads: Sequence[str]
     #: Whether pictures are encoded one by one, in their own sizes, whatever size is requested.
     one_by_one: bool
+    #: The VAE of diffusers, whose encode can need less memory; None without one.
+    vae: Any
 
     def verify(self, params: Params) -> None:
         """Raise PermanentError unless the parameters have what `encode` reads."""
+
+    def size(self, pictures: Mapping[str, Sequence[Image.Image]], params: Params) -> tuple[int, int]:
+        """Return height and width, in pixels, of the largest picture as the VAE encodes it.
+
+        The arguments are those of `encode`.
+        """
 
     def encode(self, pictures: Mapping[str, Sequence[Image.Image]], params: Params) -> Tensors:
         """Return tensors by name, each (requests, …): one row per request.
@@ -44,7 +54,10 @@ class ImageEncoder(Protocol):
 
 
 class ImageEncode(Stage):
-    """The image encoder stage: the upload `image` and further ones in, the family's tensors out."""
+    """The image encoder stage: the upload `image` and further ones in, the family's tensors out.
+
+    An encode that runs out of memory is repeated in smaller tiles. `device`: None if ranks must agree on the tiles.
+    """
 
     kind = "image_encode"
     uploads = (UPLOAD,)
@@ -58,8 +71,11 @@ class ImageEncode(Stage):
     def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
         return (UPLOAD, *(name for name in self._encoder.extra_uploads if name in derived.image_hashes))
 
-    def __init__(self, encoder: ImageEncoder) -> None:
+    def __init__(
+        self, encoder: ImageEncoder, options: ComputeOptions | None = None, device: torch.device | None = None
+    ) -> None:
         self._encoder = encoder
+        self._modes = VaeModes.create(encoder.vae, options, device)
 
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless the upload and the family's parameters are present."""
@@ -73,16 +89,31 @@ class ImageEncode(Stage):
         if self._encoder.one_by_one and len(batch) > 1:
             return [output for task in batch for output in self.run([task])]
 
-        # `RedrawEncode` scales the mask to the latents; the VAE does not encode it.
-        names = [name for name in self.uploads_of(batch[0].derived) if name != MASK]
-        pictures = {name: [read_image(task.uploads[name]) for task in batch] for name in names}
-        encoded = self._encoder.encode(pictures, batch[0].params)
+        pictures = self._read_pictures(batch)
+        mode = self._modes.mode(self._latents(pictures, batch[0].params))
+        with self._modes.use(mode):
+            encoded = self._encoder.encode(pictures, batch[0].params)
 
         rows = [slice(row, row + 1) for row in range(len(batch))]
         return [
-            StageOutput({name: value if value is None else value[row] for name, value in encoded.items()})
+            StageOutput({name: value if value is None else value[row] for name, value in encoded.items()}, vae=mode.vae)
             for row in rows
         ]
+
+    @override
+    def reduce_memory(self, state: OneStepState) -> OneStepState | None:
+        latents = self._latents(self._read_pictures([state.task]), state.task.params)
+        return state if self._modes.reduce(latents, self._modes.mode(latents)) else None
+
+    def _read_pictures(self, batch: Sequence[StageInput]) -> dict[str, list[Image.Image]]:
+        """Return the pictures of tasks that the VAE encodes, by the name of the upload."""
+        # `RedrawEncode` scales the mask to the latents; the VAE does not encode it.
+        names = [name for name in self.uploads_of(batch[0].derived) if name != MASK]
+        return {name: [read_image(task.uploads[name]) for task in batch] for name in names}
+
+    def _latents(self, pictures: Mapping[str, Sequence[Image.Image]], params: Params) -> Size:
+        """Return the size of the latents of the largest picture; () without a VAE."""
+        return self._modes.latents(*self._encoder.size(pictures, params)) if self._encoder.vae is not None else ()
 
 
 def read_image(data: bytes) -> Image.Image:
@@ -267,7 +298,10 @@ class RedrawEncode(ImageEncode):
     @override
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         encoded = zip(batch, super().run(batch), strict=True)
-        return [StageOutput({**output.tensors, MASK: _latent_mask(task, output)}) for task, output in encoded]
+        return [
+            StageOutput({**output.tensors, MASK: _latent_mask(task, output)}, vae=output.vae)
+            for task, output in encoded
+        ]
 
 
 def _latent_mask(task: StageInput, encoded: StageOutput) -> Tensor | None:

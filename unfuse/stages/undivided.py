@@ -169,9 +169,9 @@ class RunningCall:
     create_call: Callable[[], PausedCall]
     #: The steps done.
     done: int = 0
-    #: The shape of the latents whose decode has run out of memory, while the call is paused in it; () at other times.
-    decoding: Size = ()
-    #: "tiled": they were decoded in tiles, because memory was too small.
+    #: The decode or encode that has run out of memory, while the call is paused in it: see `_within_memory`.
+    short_of_memory: tuple[VaeModes, Size, int] | None = None
+    #: "tiled": the VAE computed in tiles, because memory was too small.
     vae: Literal["", "tiled"] = ""
 
 
@@ -213,9 +213,10 @@ class UndividedStage(SteppedStage[RunningCall]):
         # In the thread of a call: the call, and how it pauses.
         self._thread = threading.local()
         vae = getattr(pipeline, "vae", None)
-        self._modes = VaeModes.create(vae, options, device)
+        self._decode_modes, self._encode_modes = (VaeModes.create(vae, options, device) for _ in range(2))
         if vae is not None and hasattr(vae, "use_tiling"):
-            vae.decode = self._decode_within_memory(vae.decode)
+            vae.decode = self._within_memory(vae.decode, self._decode_modes)
+            vae.encode = self._within_memory(vae.encode, self._encode_modes)
 
         # Some pipelines change the dtype of a component during a call: see `_restore_dtypes`.
         models: list[Any] = [
@@ -276,12 +277,11 @@ class UndividedStage(SteppedStage[RunningCall]):
 
     @override
     def reduce_memory(self, state: RunningCall) -> RunningCall | None:
-        """Return the state if it is in a decode that can need less memory."""
-        if not state.decoding:
+        """Return the state if its decode or encode can need less memory."""
+        if state.short_of_memory is None:
             return None
-        rows, *size = state.decoding
-        mode = self._modes.reduce(tuple(size), self._modes.mode(tuple(size)), rows)
-        return None if mode is None else state
+        modes, size, rows = state.short_of_memory
+        return None if modes.reduce(size, modes.mode(size), rows) is None else state
 
     @override
     def progress(self, state: RunningCall) -> tuple[int, int]:
@@ -330,35 +330,37 @@ class UndividedStage(SteppedStage[RunningCall]):
             return error
         return state
 
-    def _decode_within_memory(self, decode: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a VAE's `decode` that pauses its call when memory runs out.
+    def _within_memory(self, compute: Callable[..., Any], modes: VaeModes) -> Callable[..., Any]:
+        """Return a VAE's `decode` or `encode` that pauses its call when memory runs out.
 
-        When the call continues, the decode is repeated, in the mode that its size needs by then. So the steps before it
-        are not repeated.
+        When the call continues, it is repeated, in the mode that its size needs by then. So the steps before it are not
+        repeated.
         """
 
-        def decode_within_memory(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def compute_within_memory(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             running: RunningCall | None = getattr(self._thread, "running", None)
-            size = tuple(latents.shape[1:])
+            height, width = tensor.shape[-2:]
+            latents = modes.latents(height, width) if modes is self._encode_modes else (height, width)
+            size = *tensor.shape[1:-2], *latents
             while True:
-                mode = self._modes.mode(size)
+                mode = modes.mode(size)
                 try:
-                    with self._modes.use(mode):
-                        decoded = decode(latents, *args, **kwargs)
+                    with modes.use(mode):
+                        result = compute(tensor, *args, **kwargs)
                 except Exception as error:
                     if running is None or not is_out_of_memory(error):
                         raise
                     failure = error
                 else:
                     if running is not None:
-                        running.decoding, running.vae = (), running.vae or mode.vae
-                    return decoded
+                        running.short_of_memory, running.vae = None, running.vae or mode.vae
+                    return result
                 if running is not None:
-                    running.decoding = tuple(latents.shape)
+                    running.short_of_memory = modes, size, len(tensor)
                 self._thread.pause(failure)
                 del failure
 
-        return decode_within_memory
+        return compute_within_memory
 
     def _call(self, arguments: dict[str, Any], running: RunningCall, pause_call: Pause) -> Any:
         """Call the pipeline, in a thread of its own, and return its output.

@@ -1,7 +1,7 @@
-"""How a VAE decodes with less memory: sliced, then in ever smaller tiles.
+"""How a VAE decodes or encodes with less memory: sliced, then in ever smaller tiles.
 
-Slices are the rows of a batch, decoded one by one; they keep the bytes. Tiles overlap and are blended, which changes
-pixels. Both are diffusers' own: its attributes are set on the VAE for one decode, and restored after it.
+Slices are the rows of a batch, computed one by one; they keep the bytes. Tiles overlap and are blended, which changes
+pixels. Both are diffusers' own: its attributes are set on the VAE for one decode or encode, and restored after it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MORE_FREE = 1.25
 #: Most sizes whose modes are remembered.
 MAX_SIZES = 256
 
-#: What diffusers reads when it decodes.
+#: What diffusers reads when it decodes or encodes.
 ATTRIBUTES = (
     "use_slicing",
     "use_tiling",
@@ -43,14 +43,14 @@ ATTRIBUTES = (
     "tile_sample_stride_width",
 )
 
-#: Why a decode is not repeated in tiles.
-REFUSAL = "a decode in tiles might fit, but tiles change pixels, and --exact-only forbids that"
+#: Why a decode or an encode is not repeated in tiles.
+REFUSAL = "tiles of the VAE might fit, but tiles change pixels, and --exact-only forbids that"
 
 
 class DecodeMode(NamedTuple):
-    """How a VAE decodes one size. By default, as `--vae` has it."""
+    """How a VAE decodes or encodes one size. By default, as `--vae` has it."""
 
-    #: Whether the rows of a batch are decoded one by one.
+    #: Whether the rows of a batch are computed one by one.
     sliced: bool = False
     #: Side of a tile in latents; 0: as configured, ONLY_SIZE: the VAE's own.
     tile: int = 0
@@ -65,7 +65,7 @@ AS_CONFIGURED = DecodeMode()
 
 
 class VaeModes:
-    """The modes of one VAE that need less memory, by size.
+    """The modes that need less memory, by size, in which one VAE decodes, or encodes.
 
     `vae`: the VAE of diffusers; None for one without such modes.
     `exact_only`: whether modes that change bytes are refused.
@@ -88,8 +88,13 @@ class VaeModes:
         exact_only = options is not None and options.exact_only
         return cls(vae, exact_only, Accelerator(str(device)).free_bytes if on_gpu else None)
 
+    def latents(self, height: int, width: int) -> Size:
+        """Return the size of the latents of a picture with these sides, in pixels."""
+        scale = self._scale() if self._vae is not None and hasattr(self._vae, "use_tiling") else 0
+        return height // (scale or 1), width // (scale or 1)
+
     def mode(self, size: Size) -> DecodeMode:
-        """Return the mode with which this size is decoded next."""
+        """Return the mode with which this size is computed next."""
         mode, free_then = self._modes.get(size, (AS_CONFIGURED, 0))
         if mode != AS_CONFIGURED and self._free is not None and self._free() > MORE_FREE * free_then:
             del self._modes[size]
@@ -99,7 +104,7 @@ class VaeModes:
     def reduce(self, size: Size, mode: DecodeMode, rows: int = 1) -> DecodeMode | None:
         """Return the next mode after this one, which needs less memory.
 
-        Later decodes of the size start in it. None if there is none. `rows`: the rows of the decode's batch. Raises
+        Later ones of the size start in it. None if there is none. `rows`: the rows of the batch. Raises
         OutOfMemory if the mode would change bytes and that is refused.
         """
         if self._vae is None or not hasattr(self._vae, "use_tiling"):
@@ -119,7 +124,7 @@ class VaeModes:
 
     @contextmanager
     def use(self, mode: DecodeMode) -> Iterator[None]:
-        """Decode in this mode within the block."""
+        """Decode or encode in this mode within the block."""
         if mode == AS_CONFIGURED:
             yield
             return

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Literal
 
 from unfuse.core.compute_options import DEFAULT_MAX_BATCH
-from unfuse.core.messages import BatchInvarianceStats
 from unfuse.core.retries import CONNECTION, is_out_of_memory, rule_of
+from unfuse.core.worker_status import BatchInvarianceStats
 from unfuse.stages.bitwise import first_difference
 from unfuse.worker.batch_invariance import InvarianceResults, Key
 from unfuse.worker.batch_memory import BatchMemory
@@ -230,8 +230,7 @@ class Batches:
         except Exception as error:  # the tasks go on with their results alone
             task_error(error)
             if is_out_of_memory(error):
-                self._memory_ladder.recover(error)
-                self.sizes.too_large(key, len(batch))
+                self._memory_ladder.halve(len(batch), error, partial(self.sizes.too_large, key))
                 return
             if rule_of(error) is CONNECTION:  # a rank failed, which shows nothing about the batch
                 return

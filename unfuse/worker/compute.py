@@ -31,10 +31,10 @@ from unfuse.core.compute_device import ComputeDevice
 from unfuse.core.compute_options import Batching, worker_parallelism
 from unfuse.core.errors import ConfigError, DeviceUnusable, PermanentError, UnfuseError
 from unfuse.core.host_memory import available_memory
-from unfuse.core.messages import DeviceId
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, StageSpec
 from unfuse.core.retries import first_line
+from unfuse.core.worker_status import DeviceId
 from unfuse.models import find, read_model_spec, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage

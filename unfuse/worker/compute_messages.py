@@ -19,13 +19,10 @@ from unfuse.core.errors import NotFound, ObjectLost, OutOfMemory, PermanentError
 from unfuse.core.messages import (
     CLIENT_ERROR,
     OUT_OF_MEMORY,
-    BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
-    DeviceId,
     Memory,
     OutputAnnounced,
-    RankTimes,
     StepProgress,
     StorageLocations,
     TaskCompleted,
@@ -38,6 +35,7 @@ from unfuse.core.request import Timings
 from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, is_out_of_host_memory, rule_of, type_name
 from unfuse.core.task import MAX_DELTAS_PER_MESSAGE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
+from unfuse.core.worker_status import BatchInvarianceStats, DeviceId, MemoryRetry, RankTimes
 
 BatchMode = Literal["together", "alone", "compared", "batched"]
 """How a batch is computed: in one forward, each task alone, or both ways to compare the results.
@@ -326,6 +324,19 @@ class DeviceFailed(msgspec.Struct, frozen=True, tag=True):
     evidence: str = ""
 
 
+class MemoryShortage(msgspec.Struct, frozen=True, tag=True):
+    """A device had too little memory for a step.
+
+    The first rank sends it at once, for all ranks.
+    """
+
+    #: Rank of the device.
+    rank: int
+
+    #: What follows. Empty if the task fails.
+    retry: MemoryRetry | Literal[""] = ""
+
+
 class RankStatus(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The times and the memory of one compute process. Sent when they have changed."""
 
@@ -399,6 +410,7 @@ FromCompute = (
     | LoadFailed
     | DeviceFailed
     | StepPlan
+    | MemoryShortage
     | RankStatus
     | PairDone
     | InputTaken

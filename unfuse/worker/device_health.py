@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
+from msgspec.structs import replace
 
 from unfuse.core.errors import DeviceUnusable
-from unfuse.core.messages import DeviceFault, DeviceId, TaskFailed
+from unfuse.core.messages import TaskFailed
 from unfuse.core.plan import declared_pool
 from unfuse.core.task import Task
-from unfuse.worker.compute_messages import DeviceFailed
+from unfuse.core.worker_status import DeviceErrors, DeviceFault, DeviceId
+from unfuse.worker.compute_messages import DeviceFailed, MemoryShortage
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +49,25 @@ class _Failure:
     at: float
 
 
+class DeviceErrorCounts:
+    """Counts device errors in the worker's parent.
+
+    So no count ends with a compute process.
+    """
+
+    def __init__(self) -> None:
+        self._counts = Counter[DeviceErrors]()
+
+    def add(self, errors: DeviceErrors) -> None:
+        """Count errors."""
+        self._counts[replace(errors, count=1)] += errors.count
+
+    def take_counts(self) -> tuple[DeviceErrors, ...]:
+        """Return the errors since the last call, for a heartbeat."""
+        counts, self._counts = self._counts, Counter[DeviceErrors]()
+        return tuple(replace(errors, count=count) for errors, count in counts.items())
+
+
 class DeviceHealth:
     """The health of a worker's devices: healthy until one fails repeatedly, or fails its check.
 
@@ -67,6 +89,9 @@ class DeviceHealth:
         #: Why the worker runs no tasks. None while all devices are healthy.
         self.fault: DeviceFault | None = None
 
+        #: The errors of all devices that no heartbeat has reported yet.
+        self.errors = DeviceErrorCounts()
+
         self._failures: list[_Failure] = []
         self._pause_s = 0.0  # the last pause
 
@@ -83,6 +108,7 @@ class DeviceHealth:
         had_worked = not any(failure.pools & pools or not failure.pools for failure in self._failures)
         self._failures.append(_Failure(frozenset(task.key for task in begun), pools, self._now()))
         count, device = len(self._failures), self.device(failed.rank)
+        self.errors.add(DeviceErrors(device, "failed"))
         log.error(
             "a device failed", device=device.index, uuid=device.uuid, reason=failed.message, failures_in_a_row=count
         )
@@ -96,7 +122,12 @@ class DeviceHealth:
     def record_unusable(self, error: DeviceUnusable) -> None:
         """Record that a device failed its check, or failed while models were loaded."""
         device = self.device(error.rank)
+        self.errors.add(DeviceErrors(device, "unusable"))
         self._set_fault(error.rank, f"{device} cannot be used: {error}")
+
+    def record_shortage(self, shortage: MemoryShortage) -> None:
+        """Record that a device had too little memory for a step."""
+        self.errors.add(DeviceErrors(self.device(shortage.rank), "out_of_memory", shortage.retry))
 
     def record_completed(self, pool: str) -> None:
         """Record that a task of this pool is complete."""

@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, DeviceUnusable, ProtocolError, TransientError
 from unfuse.core.messages import (
-    BatchInvarianceStats,
     CachePrefix,
     CheckpointSaved,
     OutputAnnounced,
@@ -28,10 +27,10 @@ from unfuse.core.messages import (
     TaskCompleted,
     TaskFailed,
     TaskStopped,
-    WorkerStatus,
 )
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease, OutputDeltas
+from unfuse.core.worker_status import BatchInvarianceStats, WorkerStatus
 from unfuse.transfer.base import ProcessPairs
 from unfuse.worker.compute_messages import (
     CancelTask,
@@ -41,6 +40,7 @@ from unfuse.worker.compute_messages import (
     InputTaken,
     LeaksFound,
     LoadModels,
+    MemoryShortage,
     ModelsLoaded,
     PairCall,
     PairDone,
@@ -453,11 +453,18 @@ class Executor:
                     await self._report(message)
                 case InputTaken():
                     self.replies.record_answer(message)
-                case DeviceFailed():
-                    self._device_failed = self._device_failed or message
-                    process.kill("its device failed")
+                case DeviceFailed() | MemoryShortage():
+                    self._record_device_error(message, process)
                 case _ if rank == 0:
                     await self._handle_message(message)
+
+    def _record_device_error(self, error: DeviceFailed | MemoryShortage, process: ComputeProcess) -> None:
+        """Count a device error, and kill a process whose device failed."""
+        if isinstance(error, MemoryShortage):
+            self.health.record_shortage(error)
+        else:
+            self._device_failed = self._device_failed or error
+            process.kill("its device failed")
 
     async def _handle_message(self, message: FromCompute) -> None:
         """Handle a message of the first rank."""

@@ -19,12 +19,13 @@ import xxhash
 from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError
-from unfuse.core.messages import AdapterBytes, ChangedFile, FetchAdapter, Rejected
+from unfuse.core.messages import AdapterBytes, FetchAdapter, Rejected
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import split_scaled
 from unfuse.core.paths import create_private_folder
 from unfuse.core.plan import StageSelector, declared_pool, pool_with_numerics
 from unfuse.core.task import Lease
+from unfuse.core.worker_status import ChangedFile
 from unfuse.models import read_model_spec
 from unfuse.stages.specs import ADAPTED
 from unfuse.weights.adapters import MAX_BYTES, AdapterFolder

@@ -4,7 +4,7 @@ Each failure takes the task one rung further, until its step succeeds or the tas
 
 1. The allocator's cache is emptied. A batch is halved, and larger batches of its kind are no longer tried.
 2. A task that was alone is repeated alone, because another process may have used the memory for a moment.
-3. Its stage makes the step smaller (`Stage.reduce_memory`): a decode is sliced, then tiled, in ever smaller tiles.
+3. Its stage makes the step smaller (`Stage.reduce_memory`): a VAE's work is sliced, then in ever smaller tiles.
 4. The task fails, with a sentence that names the size and what to do.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import structlog
 
@@ -22,7 +22,8 @@ from unfuse.core.errors import OutOfMemory
 from unfuse.core.plan import Params
 from unfuse.core.retries import first_line, is_out_of_memory
 from unfuse.core.task import Task
-from unfuse.worker.compute_messages import about, memory_advice
+from unfuse.core.worker_status import MemoryRetry
+from unfuse.worker.compute_messages import MemoryShortage, about, memory_advice
 from unfuse.worker.job import Job
 
 log = structlog.get_logger(__name__)
@@ -37,10 +38,16 @@ LARGE_CACHE = 1 << 30
 
 
 class MemoryLadder:
-    """Decides what follows when tasks of one compute process run out of memory."""
+    """Decides what follows when tasks of one compute process run out of memory.
 
-    def __init__(self, device: ComputeDevice | None = None) -> None:
+    `send` gets a report of each such error.
+    """
+
+    def __init__(
+        self, device: ComputeDevice | None = None, send: Callable[[MemoryShortage], object] = lambda shortage: None
+    ) -> None:
         self._device = device or ComputeDevice()
+        self._send = send
 
     def recover(self, error: BaseException) -> None:
         """Free the tensors in an error's traceback, and the allocator's cache."""
@@ -50,6 +57,12 @@ class MemoryLadder:
         except RuntimeError as failure:  # the next forward reports what is wrong with the device
             log.warning("the cache of the device cannot be emptied", reason=str(failure))
 
+    def halve(self, size: int, error: Exception, limit_size: Callable[[int], None]) -> None:
+        """Have later batches halved, after a batch of this size has run out of memory."""
+        self.recover(error)
+        self._report(error, "halved")
+        limit_size(size)
+
     def next_rung(
         self, batch: Sequence[Job], error: Exception, limit_size: Callable[[int], None]
     ) -> OutOfMemory | None:
@@ -58,13 +71,14 @@ class MemoryLadder:
         `limit_size` halves the size of later batches of its kind. Returns None if the step is computed again, else the
         error of its only task.
         """
-        self.recover(error)
         if len(batch) > 1:
-            limit_size(len(batch))
+            self.halve(len(batch), error, limit_size)
             return None
+        self.recover(error)
         (job,) = batch
         if not job.repeats_step:
             job.repeats_step = True
+            self._report(error, "repeated")
             return None
         try:
             state = job.stage.reduce_memory(job.state)
@@ -73,6 +87,7 @@ class MemoryLadder:
         if state is None:
             return self.explain(job.lease.task, error)
         job.state = state
+        self._report(error, "reduced")
         log.warning("out of memory: the step is computed in smaller parts", **about(job.claim))
         return None
 
@@ -87,6 +102,7 @@ class MemoryLadder:
             if not is_out_of_memory(error):
                 raise
             self.recover(error)
+            self._report(error, "repeated")
         try:
             return compute()
         except Exception as error:
@@ -102,6 +118,7 @@ class MemoryLadder:
         """
         if isinstance(error, OutOfMemory):
             return error
+        self._report(error)
         try:
             others = self._device.used_by_others()
         except RuntimeError:  # the device does not answer
@@ -120,6 +137,13 @@ class MemoryLadder:
         explained = OutOfMemory(sentence, is_shared)
         explained.__cause__ = error
         return explained
+
+    def _report(self, error: BaseException, retry: MemoryRetry | Literal[""] = "") -> None:
+        """Report an error and what follows.
+
+        It is about the rank that the error names, else about the first one.
+        """
+        self._send(MemoryShortage(getattr(error, "rank", 0), retry))
 
     def give_back(self) -> None:
         """Return a large cache to the device if other processes use the device."""

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import OutOfMemory
-from unfuse.core.messages import RankTimes, TaskFailed
+from unfuse.core.messages import TaskFailed
+from unfuse.core.worker_status import RankTimes
 from unfuse.worker.batch_invariance import DIFFERENT
 from unfuse.worker.compute_messages import StepPlan, TaskWaits
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
-from unfuse.core.messages import (
-    BatchInvarianceStats,
-    Memory,
-)
+from unfuse.core.messages import Memory
 from unfuse.core.text import TextStats
+from unfuse.core.worker_status import BatchInvarianceStats
 from unfuse.stages.base import ReportsTextStats, Stage
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages

@@ -126,7 +126,7 @@ class StepLoop:
         self._inbox = inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
-        self._memory_ladder = MemoryLadder(device)
+        self._memory_ladder = MemoryLadder(device, self._send)
         self._batches = Batches(
             batch, exactness, self._ranks, device.synchronize, self._memory_ladder, BatchMemory(device), sizes_file
         )

@@ -21,7 +21,6 @@ from unfuse.core.errors import UnfuseError
 from unfuse.core.messages import (
     CachePrefix,
     CheckpointSaved,
-    Heartbeat,
     HeartbeatReply,
     LeasesGranted,
     OutputAnnounced,
@@ -35,20 +34,20 @@ from unfuse.core.messages import (
     ToScheduler,
     Unregister,
     WorkerInfo,
-    WorkerStatus,
 )
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import StageSelector, pool_with_numerics, roles_of
 from unfuse.core.supervisor import StopBudget, Supervisor
 from unfuse.core.task import Claim, Lease, OutputDeltas
+from unfuse.core.worker_status import WorkerStatus
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.checkpoints import CheckpointWriter
 from unfuse.worker.compute_messages import ADAPTER_FOLDER, CANNOT_RUN, LeaksFound, ModelsLoaded, about, unfetched
 from unfuse.worker.executor import Executor
+from unfuse.worker.heartbeats import Heartbeats
 from unfuse.worker.link import (
-    HEARTBEAT_TIMEOUT_S,
     WITHDRAW,
     OutputRecorder,
     ProgressReporter,
@@ -58,7 +57,7 @@ from unfuse.worker.link import (
     log_outcome,
 )
 from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles, pool_of
-from unfuse.worker.objects import WorkerLeakCheck, WorkerObjects
+from unfuse.worker.objects import WorkerObjects
 from unfuse.worker.registration import WorkerOptions, decide_served, loads_by_rank, names_of, swappable_sets
 
 log = structlog.get_logger(__name__)
@@ -108,13 +107,11 @@ class Worker:
         self._background, self._opened = Supervisor(), AsyncExitStack()
         self._progress = ProgressReporter(self._link, self._background, self._cancel)
         self._outputs = OutputRecorder(self._link, self._background, self._cancel)
-        self._leaks = WorkerLeakCheck()
         self._joined = self._scheduler_stops = False
         self._requests_with_report = False  # whether a report in flight carries a request for tasks
         self._reporting = 0  # number of tasks whose end is not reported yet
         self._request_id = 0  # number of the last request for tasks, which replaces all earlier ones
         self._affinity = ""  # of the last task with a LoRA adapter
-        self._ended_claims = set[Claim]()  # claims that the scheduler ended and that compute is still to drop
 
     async def run(self) -> None:
         """Serve until drained. Raises ConfigError if the worker cannot start, TransientError if ranks are lost."""
@@ -205,6 +202,7 @@ class Worker:
         self._objects = await asyncio.to_thread(
             WorkerObjects, store, locations, self._engines, options.transfer, self._executor.replies
         )
+        self._heartbeats = Heartbeats(self._link, self._executor, self._objects, self._active, self._beat_s)
         self._opened.push_async_callback(self._objects.close)
         self._opened.push_async_callback(self._executor.close)
         self._checkpoints = CheckpointWriter(self._objects, self._link)
@@ -405,7 +403,7 @@ class Worker:
             case OutputDeltas():
                 self._outputs.add(message)
             case LeaksFound():
-                self._leaks.record(message.leaks)
+                self._heartbeats.record_leaks(message.leaks)
             case _:
                 self._progress.flush()
                 self._background.start("reporting the end of a task", partial(self._end, message))
@@ -470,7 +468,7 @@ class Worker:
             if requests_now:
                 self._requests_with_report = False
                 self._changed.set()
-        if recorded and lease and isinstance(message, TaskCompleted):
+        if recorded and lease and isinstance(message, TaskCompleted) and not message.vae:  # tiles are not cached
             self._objects.retain(lease.task.planned.cache_key, message.output)
         await self._checkpoints.end_task(message.claim, recorded and isinstance(message, TaskCompleted))
 
@@ -496,31 +494,8 @@ class Worker:
     async def _send_heartbeat(self) -> None:
         """Send one heartbeat and apply the reply."""
         await asyncio.sleep(HEARTBEAT_PAUSE_S)
-        objects, executor = self._objects, self._executor
-        self._leaks.check(objects, idle=self._idle.is_set() and executor.ready)
-        heartbeat = Heartbeat(
-            claims=tuple(self._active.keys() - self._ended_claims),
-            stored_requests=tuple(objects.stored_requests()),
-            wait=self._beat_s,
-            status=self._status(),
-            transfers=objects.copies.counters.take_counts(),
-            retracted=executor.retracted,
-            leaks=self._leaks.take_counts(),
-        )
-        executor.retracted = 0
-        try:
-            reply = await self._link.once(heartbeat, HEARTBEAT_TIMEOUT_S)
-        except TimeoutError:
-            return  # a scheduler that answers late has counted these numbers; they must not be counted twice
-        except OSError:
-            objects.copies.counters.put_back(heartbeat.transfers)
-            self._leaks.put_back(heartbeat.leaks)
-            executor.retracted += heartbeat.retracted
-            return
-        if isinstance(reply, HeartbeatReply):
+        if reply := await self._heartbeats.send(self._status(), idle=self._idle.is_set()):
             await self._apply_reply(reply)
-        else:
-            await asyncio.sleep(self._beat_s)
 
     async def _apply_reply(self, reply: HeartbeatReply) -> None:
         """Apply the reply to a heartbeat: swap models, cancel tasks, free objects."""
@@ -530,7 +505,6 @@ class Worker:
             self._background.start("swapping models", swap)
         if reply.swap_next:
             self._background.start("prefetching weights", partial(self._swapper.read_ahead, reply.swap_next))
-        self._ended_claims = (self._ended_claims | set(reply.ended_claims)) & self._active.keys()
         for claim in reply.ended_claims:
             await self._cancel(claim)
         self._scheduler_stops = reply.is_stopping and len(self._options.schedulers) == 1
