@@ -432,8 +432,7 @@ class Loader:
             model = load()
             mapped = MappedTensors(())
 
-        if library == "diffusers":
-            set_attention(model, runtime.options.attention, component, self.device.type)
+        set_attention(model, runtime.options.attention, component, self.device.type)
 
         # Sharded before it moves, so that a device needs no memory for the whole model.
         if mesh and plan:
