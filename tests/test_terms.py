@@ -43,7 +43,7 @@ TERMS = (
     ("drain", "service/stopping.py", "operations/drain.md"),
     ("VAE tiling", "parallel/tiles.py", "guides/parallelism.md"),
     ("offload", "weights/offload.py", "guides/devices.md"),
-    ("attention backend", "stages/language_model.py", "guides/devices.md"),
+    ("attention backend", "stages/attention.py", "guides/dtypes.md"),
     ("quantization", "weights/quantized.py", "guides/quantization.md"),
     ("webhook", "server/webhooks.py", "guides/webhooks.md"),
 )

@@ -356,7 +356,7 @@ def test_metrics_parse_and_labels_have_few_values(http: httpx2.Client) -> None:
     assert labels["device"] <= {"", "unknown", None}
     assert labels["memory"] <= {"kv", "arena", None}
     names = {label for family in families.values() for sample in family.samples for label in sample.labels}
-    assert names <= {*labels, "component", "le", "node", "state"}
+    assert names <= {*labels, "component", "le", "node", "retry", "state"}
 
 
 def test_metrics_report_the_age_of_the_oldest_waiting_task(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ class ComputeDevice:
     `unfuse.parallel.accelerator.Accelerator` is the same for a GPU.
     """
 
-    #: Whether its memory is the host's, so that offload to the host saves none.
-    uses_host_memory = True
-
     #: Whether the device counts the most bytes of tensors, so that the memory of a forward can be measured.
     measures_peaks = False
+
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether its memory is the host's, so that offload to the host saves none."""
+        return True
 
     def reserved_bytes(self) -> int:
         """Return the bytes of GPU memory that this process uses."""

@@ -20,8 +20,12 @@ class Accelerator(ComputeDevice):
     def __init__(self, device: str) -> None:
         self._device = device
         self._module = torch.get_device_module(torch.device(device))
-        self.uses_host_memory = is_integrated(device)
         self.measures_peaks = hasattr(self._module, "reset_peak_memory_stats")  # mps has no such function
+
+    @property
+    @override
+    def uses_host_memory(self) -> bool:
+        return is_integrated(self._device)
 
     @override
     def reserved_bytes(self) -> int:
