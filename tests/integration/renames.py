@@ -36,6 +36,7 @@ COUNTED = "one plan says how many workers there are of each role: --workers enco
 SETTLED = "a pool stops to compare batches after three differences"
 FLOAT32 = "float32 is computed in float32 on CUDA devices, unless this allows TF32"
 ATTENTION = "the kernels of a denoiser's attention can be chosen"
+GATHERED = "texts of a decode step may attend in one call"
 BATCHES = "compares batches with requests alone, in place of a search in the worker"
 HELP = "expert settings are in this help only"
 TILED = "stages say whether the VAE used tiles for lack of memory, which --exact-only refuses"
@@ -244,6 +245,7 @@ RENAMES = Renames(
             "UNFUSE_COMPUTE__EXACT_ONLY": TILED,
             "UNFUSE_COMPUTE__FP32_PRECISION": FLOAT32,
             "UNFUSE_COMPUTE__ATTENTION": ATTENTION,
+            "UNFUSE_COMPUTE__DECODE_ATTENTION": GATHERED,
         },
         "flags": {
             "--max-loaded-models": LOADED,
@@ -252,6 +254,7 @@ RENAMES = Renames(
             "--no-exact-only": TILED,
             "--fp32-precision": FLOAT32,
             "--attention": ATTENTION,
+            "--decode-attention": GATHERED,
             "--batches": BATCHES,
         },
     },

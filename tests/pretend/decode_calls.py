@@ -1,7 +1,8 @@
 """Aten calls and waits of the host in a decode step, on a pretended GPU with tiny models.
 
-A step of 1, 8 and 64 texts of different lengths, for each kind of sampling. The calls of a layer are those by which
-models of 4 and of 2 layers differ. Calls are about as many as kernels are launched: views are not counted.
+With `--decode-attention gathered`, a step of 1, 8 and 64 texts of different lengths, for each kind of sampling. The
+calls of a layer are those by which models of 4 and of 2 layers differ. Calls are about as many as kernels are launched:
+views are not counted.
 `python -m tests.pretend.decode_calls [FILE.json]`
 """
 
@@ -50,7 +51,7 @@ class Texts:
 
     def __init__(self, folder: Path, count: int, gpus: PretendedGpus) -> None:
         self._gpus = gpus
-        self._model = load(folder, GPU, batching="batched")
+        self._model = load(folder, GPU, batching="batched", decode_attention="gathered")
         tokenizer, words = ChatTokenizer.read(folder), tiny_language.TEXT.split()
         self._prompts = [
             tokenizer.prompt([{"role": "user", "content": " ".join(random.Random(seed).choices(words, k=length))}])

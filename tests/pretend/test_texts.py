@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -20,9 +18,7 @@ from tests.pretend.gpus import PretendedGpus
 from tests.pretend.running import GPU, LoadedModel, bytes_of, held_by, load, on_host
 from tools import tiny_language, tiny_vision
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.stages import sequence_pool
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.language_model import LanguageModel
 
 pytestmark = pytest.mark.nightly
 
@@ -70,16 +66,19 @@ def texts(model: LoadedModel, folder: Path, **asked: Any) -> list[Any]:
     return [*found, *decoded(model, tasks)]
 
 
-@pytest.mark.parametrize("batching", ["exact", "batched"])
+@pytest.mark.parametrize(
+    ("batching", "attention"), [("exact", "in-place"), ("batched", "in-place"), ("batched", "gathered")]
+)
 @pytest.mark.parametrize("kind", tiny_language.KINDS)
-def test_language_model_on_second_gpu_has_tokens_of_cpu(kind: str, batching: str, tmp_path: Path) -> None:
+def test_language_model_on_second_gpu_has_tokens_of_cpu(
+    kind: str, batching: str, attention: str, tmp_path: Path
+) -> None:
     folder = tiny_language.make_language_model(tmp_path / "model", kind, positions=2048)
-    # Batched pools on a GPU compute the attention of several texts in one call. The reference does so as well.
-    with patch.object(sequence_pool, "LanguageModel", partial(LanguageModel, gathers=True)):
-        on_cpu = load(folder, batching=batching)
+    options = {"batching": batching, "decode_attention": attention}
+    on_cpu = load(folder, **options)
     expected = {name: texts(on_cpu, folder, **asked) for name, asked in SAMPLING.items()}
     with PretendedGpus() as gpus:
-        model = load(folder, GPU, batching=batching)
+        model = load(folder, GPU, **options)
         found = {name: texts(model, folder, **asked) for name, asked in SAMPLING.items()}
         held = held_by(gpus)
         texts(model, folder)

@@ -302,6 +302,7 @@ def _degree_options(size: int) -> Iterator[Mapping[str, int]]:
 Batching = Literal["auto", "exact", "batched", "exact-or-batched"]
 Fp32Precision = Literal["ieee", "tf32"]
 Loop = Literal["normal", "overlapped"]
+DecodeAttention = Literal["in-place", "gathered"]
 MaxLoadedModels = Literal["1", "all"]
 
 NATIVE_ATTENTION = "native"
@@ -448,6 +449,15 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "xformers, and others. Never tried on a GPU.",
         ),
     ] = NATIVE_ATTENTION
+    decode_attention: Annotated[
+        DecodeAttention,
+        Meta(
+            description="How the texts of a batched decode step attend to their KV cache. in-place: in one call for "
+            "each text. gathered: in one call for texts of similar length, over copies of at most 128 MiB. Results "
+            "are equal within a small tolerance. Never tried on a GPU.",
+            extra={"level": "expert"},
+        ),
+    ] = "in-place"
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -456,5 +466,6 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         All workers of one scheduler must agree on them.
         """
         batching = "exact" if self.batching == "auto" else self.batching
-        attention = {} if self.attention == NATIVE_ATTENTION else {"attention": self.attention}
-        return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae, **attention}
+        chosen = {"attention": self.attention, "decode-attention": self.decode_attention}
+        changed = {name: value for name, value in chosen.items() if value not in (NATIVE_ATTENTION, "in-place")}
+        return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae, **changed}

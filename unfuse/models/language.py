@@ -155,7 +155,8 @@ class LanguageFamily(Family):
 
         files = open_files(folder)
         model = Loader(files, {SINGLE_COMPONENT: ("transformers", files.kind)}, runtime, report).model(SINGLE_COMPONENT)
-        return open_model(model, runtime.device, self.kv_capacity(folder, runtime), axis=tensor_axis(runtime))
+        capacity, gathers = self.kv_capacity(folder, runtime), gathers_texts(runtime)
+        return open_model(model, runtime.device, capacity, axis=tensor_axis(runtime), gathers=gathers)
 
     @override
     def prepare(self, folder: Path) -> None:
@@ -207,6 +208,11 @@ def _apply_limits(derived: TextLimits, limits: dict[str, int | float]) -> TextLi
         if not 0 < limits.get(name, known[name]) <= known[name]:
             raise ConfigError(f"{SERVING}: limit {name} {limits[name]} must be 1 to the model's {known[name]}")
     return convert({**known, **limits}, TextLimits)
+
+
+def gathers_texts(runtime: RuntimeOptions) -> bool:
+    """Return whether the texts of a batched decode step attend in one call."""
+    return runtime.options.decode_attention == "gathered"
 
 
 def tensor_axis(runtime: RuntimeOptions) -> Axis | None:
@@ -325,7 +331,8 @@ class VisionLanguage(LanguageFamily):
         model = _loader(files, runtime, report).model(LANGUAGE, _language_class)
         layers = len(files.config(SINGLE_COMPONENT)["vision_config"].get("deepstack_visual_indexes") or ())
         capacity, vision = self.kv_capacity(folder, runtime), self.vision(files)
-        return open_model(model, runtime.device, capacity, vision, layers, tensor_axis(runtime))
+        gathers = gathers_texts(runtime)
+        return open_model(model, runtime.device, capacity, vision, layers, tensor_axis(runtime), gathers=gathers)
 
     @override
     def prepare(self, folder: Path) -> None:

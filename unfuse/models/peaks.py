@@ -209,7 +209,8 @@ def language_peak(config: Config, size: ForwardSize) -> int:
 def _gathered_kv(config: Config, size: ForwardSize) -> int:
     """Return the most bytes of keys and values that texts gather at once.
 
-    These are of one layer. With padding, they may be twice those of the texts.
+    These are of one layer. With padding, they may be twice those of the texts. They are few, so they count with any
+    `--decode-attention`.
     """
     if size.texts == 1:
         return 0

@@ -179,12 +179,11 @@ class LanguageModel:
 
     `model`: the transformers model. It is changed and must not be used otherwise afterwards.
     `kv`: the KV cache, of the model's device and dtype.
-    `gathers`: whether sequences with one new token each attend in one call, over copies of their keys and values. By
-    default they do on other devices than CPUs, which read keys and values in place faster.
+    `gathers`: whether sequences with one new token each attend in one call, over copies of their keys and values.
     Raises ConfigError for a model whose attention is not served.
     """
 
-    def __init__(self, model: Any, kv: PagedKvCache, *, gathers: bool | None = None) -> None:
+    def __init__(self, model: Any, kv: PagedKvCache, *, gathers: bool = False) -> None:
         config = model.config.get_text_config()
         if reason := refusal(config.to_dict(), multimodal=config is not model.config):
             raise ConfigError(f"this model cannot be served: {reason}")
@@ -192,7 +191,7 @@ class LanguageModel:
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
         self._decoder.set_attn_implementation(PAGED)
         self._kv = kv
-        self._gathers = kv.keys[0].device.type != "cpu" if gathers is None else gathers
+        self._gathers = gathers
         self._token_bytes = kv.block_bytes // (kv.block * len(kv.keys))
 
     @torch.no_grad()

@@ -363,7 +363,14 @@ class PromptStage(SteppedStage[State]):
 
 
 def open_model(
-    model: Any, device: str, tokens: int, vision: VisionConfig | None = None, deep: int = 0, axis: Axis | None = None
+    model: Any,
+    device: str,
+    tokens: int,
+    vision: VisionConfig | None = None,
+    deep: int = 0,
+    axis: Axis | None = None,
+    *,
+    gathers: bool = False,
 ) -> SequencePool:
     """Return a pool of sequences for a transformers model, with a new KV cache.
 
@@ -371,10 +378,11 @@ def open_model(
     `vision`: how the model reads pictures and videos, or None.
     `deep`: the number of deepstack layers of the vision encoder.
     `axis`: the ranks over which the model is spread; each has a share of the heads.
+    `gathers`: as in `LanguageModel`.
     Raises ConfigError for a model that is not served.
     """
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = config.num_hidden_layers, config.num_key_value_heads // (axis.size if axis else 1), width
     kv = PagedKvCache(*shape, tokens, dtype=model.dtype, device=device)
-    return SequencePool(LanguageModel(model, kv), kv, vision, deep, axis)
+    return SequencePool(LanguageModel(model, kv, gathers=gathers), kv, vision, deep, axis)

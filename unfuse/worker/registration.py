@@ -156,7 +156,7 @@ def decide_served(registered: Registered, options: WorkerOptions, choice: StageS
         require_listed_stores(registered.storage, options.own_stores)
     if registered.required_numerics not in ({}, compute.numerics):
         others = dict.fromkeys(compute.numerics.keys() - registered.required_numerics.keys(), "")
-        defaults = {name: getattr(ComputeOptions(), name) for name in others}
+        defaults = {name: getattr(ComputeOptions(), name.replace("-", "_")) for name in others}
         flags = " ".join(f"--{name} {value}" for name, value in (registered.required_numerics | defaults).items())
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {flags}")
     if registered.exact_only and not compute.exact_only:
