@@ -66,7 +66,7 @@ def in_runs(tokens: int) -> PagedKvCache:
 
 def gathered(module: Any, query: Any, key: Any, value: Any, mask: None, *, scaling: float, paged: Any, **_: Any) -> Any:
     """What a block table costs where attention wants its keys and values behind each other."""
-    (part,) = paged.parts
+    (part,) = paged.calls
     kept = []
     for new, tensor in ((key, paged.kv.keys[module.layer_idx]), (value, paged.kv.values[module.layer_idx])):
         tensor.index_copy_(1, paged.slot_mapping, new[0])
