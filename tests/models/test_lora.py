@@ -265,6 +265,7 @@ class TestRefusals:
         card = find(folder).model_spec("m", folder)
         if option:
             monkeypatch.setattr("unfuse.models.base.Loader._place", lambda _, model, *__, **___: model)  # as with a GPU
+            monkeypatch.setattr("unfuse.models.base.require_gpu", lambda *_: None)
         else:
             monkeypatch.setitem(sys.modules, "peft", None)
         runtime = RuntimeOptions(

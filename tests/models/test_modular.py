@@ -130,7 +130,7 @@ def test_blocks_with_offload_make_the_same_bytes(
     folder, host = undivided.folder(kind), torch.device("cpu")
 
     def results(place: Callable[[Loader, Any], Any]) -> list[tuple[torch.Tensor, np.ndarray]]:
-        monkeypatch.setattr(Loader, "_place", lambda loader, model, how, is_shared: place(loader, model))
+        monkeypatch.setattr(Loader, "_place", lambda loader, model, how, **_: place(loader, model))
         card = find(folder).model_spec("m", folder)
         runtime = RuntimeOptions("cpu", card.dtypes, c.EXACT, shared_objects={})
         stages = {spec.name: find(folder).load(spec, folder, runtime) for spec in card.pipeline.stages}
