@@ -10,6 +10,7 @@ from random import Random
 from statistics import mode
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from tests.worker.test_step_loop import bench
@@ -295,6 +296,16 @@ def test_stored_batch_sizes_are_corrected_if_they_are_of_another_load(tmp_path: 
     device.work(60)
     assert device.run(20).count(1) >= 15
     assert Device(8, DISTURBED, file=file).run(20).count(1) >= 15
+
+
+def test_number_of_stored_batch_sizes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.worker.batch_sizes.MAX_ENTRIES", 3)
+    monkeypatch.setattr("unfuse.weights.fingerprints.MAX_ENTRIES", 3)
+    stored = BatchSizesFile(tmp_path / "batch-sizes.json")
+    for number in (1, 2, 3, 1, 4):
+        stored.write(number, {1: 1.0})
+    for known in (stored, BatchSizesFile(tmp_path / "batch-sizes.json")):
+        assert [bool(known.read(number)) for number in (1, 2, 3, 4)] == [True, False, True, True]
 
 
 def test_processes_keep_the_batch_sizes_of_each_other(tmp_path: Path) -> None:

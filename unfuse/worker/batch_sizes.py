@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from unfuse.weights.fingerprints import MAX_ENTRIES
 from unfuse.worker.results_file import ResultsFile
 
 #: A larger batch is better if a task takes at most this share of its time in the smaller one.
@@ -64,8 +65,12 @@ class BatchSizesFile:
 
     def write(self, key: Hashable, seconds: Mapping[int, float]) -> None:
         """Store the median seconds of a task in each measured size of a key."""
-        self._entries[self._name(key)] = entry = MeasuredSizes({**seconds})
-        self._file.write(self._name(key), entry)
+        name, entry = self._name(key), MeasuredSizes({**seconds})
+        self._entries.pop(name, None)  # to the end, so that the first one is the oldest
+        self._entries[name] = entry
+        if len(self._entries) > MAX_ENTRIES:  # clients choose image sizes, and so the number of keys
+            del self._entries[next(iter(self._entries))]
+        self._file.write(name, entry)
 
     def _name(self, key: Hashable) -> str:
         return f"{self._scope} {key!r}".strip()
