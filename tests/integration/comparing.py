@@ -22,6 +22,10 @@ CIRCUMSTANTIAL = {"digest", "bytes", "numerics", "content", "logprobs", "pieces"
 TIMED_PATHS = re.compile(r"\.metrics\.unfuse_inter_token_seconds\.labels\.model\.")
 """Paths of what depends on time: a model is there only if not all of its tokens were recorded at once."""
 
+FEW_STEPS = 4
+"""A stage with at most so many steps may end within the interval of reports. What its last report tells of is then told
+only if it comes before its end."""
+
 UNORDERED = "in any order"
 """The key of a list whose order says nothing."""
 
@@ -137,8 +141,22 @@ def differences(old: dict[str, Any], new: dict[str, Any], renames: Renames) -> l
     same = old["circumstances"] == new["circumstances"]
     found = list[str]()
     for name in both(old, new):
-        found += _between(_expected(old[name], renames), _left(new[name], renames.added), name, same)
+        was, now = _expected(old[name], renames), _left(new[name], renames.added)
+        found += _between(without_late_progress(was), without_late_progress(now), name, same)
     return [path for path in found if not TIMED_PATHS.search(path)]
+
+
+def without_late_progress(found: Any) -> Any:
+    """The same without the progress of stages of so few steps that it may come too late to be told."""
+    if isinstance(found, list):
+        return [without_late_progress(one) for one in found if not _may_be_late(one)]
+    return {key: without_late_progress(value) for key, value in found.items()} if isinstance(found, dict) else found
+
+
+def _may_be_late(event: Any) -> bool:
+    return (
+        isinstance(event, dict) and event.get("type") == "progress" and event.get("steps", FEW_STEPS + 1) <= FEW_STEPS
+    )
 
 
 def both(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -132,6 +132,16 @@ def test_missing_inter_token_label_of_a_model_is_no_difference() -> None:
     assert told == [f'sqlite.gateways[0].metrics.unfuse_tokens_total.labels.model.{UNORDERED}: is gone, "b"']
 
 
+def test_progress_of_few_steps_may_come_too_late_and_that_of_many_may_not() -> None:
+    """A stage of three steps may end before its last step is reported."""
+
+    def recorded(steps: int, *types: str) -> dict[str, Any]:
+        return {"circumstances": {}, "hosts": {"events": [{"type": name, "steps": steps} for name in types]}}
+
+    assert differences(recorded(3, "started", "progress"), recorded(3, "started"), RENAMES) == []
+    assert len(differences(recorded(30, "started", "progress"), recorded(30, "started"), RENAMES)) == 2
+
+
 def test_variable_values_are_replaced_by_placeholders_after_renames() -> None:
     view = {
         "id": "req_9c9fe2de43f524bb",
