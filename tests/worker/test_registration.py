@@ -67,6 +67,25 @@ def test_worker_without_exact_only_is_rejected_by_a_server_that_has_it() -> None
         decide_served(registered, options, StageSelector())
 
 
+@pytest.mark.parametrize(
+    ("server", "worker", "flags"),
+    [
+        ({}, {"batching": "batched"}, "--batching exact --noise-device cpu --vae whole$"),
+        ({}, {"attention": "_native_math"}, "--vae whole --attention native$"),
+        ({}, {"decode_attention": "gathered"}, "--vae whole --decode-attention in-place$"),
+        ({"attention": "_native_math"}, {}, "--vae whole --attention _native_math$"),
+    ],
+)
+def test_worker_with_other_settings_is_told_all_that_it_must_change(
+    server: dict[str, Any], worker: dict[str, Any], flags: str
+) -> None:
+    numerics = ComputeOptions(**server).numerics
+    registered = Registered((), StorageLocations(""), 1.0, 1.0, required_numerics=numerics)
+    options: Any = SimpleNamespace(compute=ComputeOptions(**worker), trusted_keys=None, models=())
+    with pytest.raises(ConfigError, match=flags):
+        decide_served(registered, options, StageSelector())
+
+
 def test_role_that_needs_an_unreachable_result_store_is_rejected(tmp_path: Path) -> None:
     url = f"disk:{tmp_path / 'results'}"
     places, stages = StorageLocations(url, results_store_id=store_id(url)), CARD.pipeline.stages
