@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -268,6 +269,20 @@ def test_batch_keys_are_independent_and_old_ones_are_evicted() -> None:
     for number in range(MAX_KEYS):
         sizes.size(number, 9)
     assert sizes.size("a", 9) == 1
+
+
+def test_nothing_is_measured_for_stages_whose_tasks_all_share_a_forward(tmp_path: Path) -> None:
+    """A file would be written for nearly every number of texts, between two tokens."""
+    loop, count = bench(tmp_path, batch=8)
+    count.all_together, all_given = True, threading.Event()
+    count.verify = lambda task: None if all_given.wait(20.0) else pytest.fail("waits for all tasks")  # type: ignore[method-assign]
+    loop.loop._batches.sizes = sizes = BatchSizes(8, BatchSizesFile(tmp_path / "batch-sizes.json"))
+    runs = [loop.run(tag=tag, steps=20 + 5 * tag) for tag in range(4)]
+    all_given.set()
+    assert all(loop.outcome(run) for run in runs)
+    assert {len(batch) for batch in count.batches} == {1, 2, 3, 4}
+    assert not (tmp_path / "batch-sizes.json").exists()
+    assert not any(entry.samples for entry in sizes._keys.values())
 
 
 def test_device_is_awaited_only_around_a_forward_unlike_the_last_one(tmp_path: Path) -> None:

@@ -466,6 +466,10 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         All workers of one scheduler must agree on them.
         """
         batching = "exact" if self.batching == "auto" else self.batching
-        chosen = {"attention": self.attention, "decode-attention": self.decode_attention}
-        changed = {name: value for name, value in chosen.items() if value not in (NATIVE_ATTENTION, "in-place")}
-        return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae, **changed}
+        numerics: dict[str, str] = {"batching": batching, "noise-device": self.noise_device, "vae": self.vae}
+        # Defaults are left out, so that pools have the same names as before these options.
+        if self.attention != NATIVE_ATTENTION:
+            numerics["attention"] = self.attention
+        if self.decode_attention != "in-place":
+            numerics["decode-attention"] = self.decode_attention
+        return numerics

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from unfuse.core.compute_options import DEFAULT_MAX_BATCH
 from unfuse.core.retries import CONNECTION, is_out_of_memory, rule_of
 from unfuse.core.worker_status import BatchInvarianceStats
+from unfuse.stages.base import Stage
 from unfuse.stages.bitwise import first_difference
 from unfuse.worker.batch_invariance import InvarianceResults, Key
 from unfuse.worker.batch_memory import BatchMemory
@@ -82,7 +83,7 @@ class Batches:
 
         required = first.key, first.priority, False
         compatible = [job for job in jobs if (job.key, job.priority, job.runs_alone) == required]
-        if self._exactness is None and first.stage.all_together:
+        if self._takes_all(first.stage):
             size = self.sizes.all(first.key, len(compatible), self._max_batch or LARGEST)
             return compatible[: self._memory.largest(first.key, size)], "together"
         if self._exactness is None:
@@ -126,6 +127,10 @@ class Batches:
         compatible = [job for job in able if (_size_key(job, mode), job.priority, job.runs_alone) == required]
         return compatible[: self._size(key, len(compatible))], mode
 
+    def _takes_all(self, stage: Stage) -> bool:
+        """Return whether all tasks of a stage share a forward, whatever it costs. Nothing is measured for it then."""
+        return self._exactness is None and stage.all_together
+
     def _size(self, key: Key, waiting: int) -> int:
         """Return the best size of the next batch among those that fit in memory."""
         size = self.sizes.size(key, waiting)
@@ -164,7 +169,8 @@ class Batches:
             return self._handle_failure(batch, error, mode)
 
         seconds, exchange_s = time.monotonic() - began, self._ranks.exchange_s - exchange_s
-        self.sizes.measured(key, size, seconds * size / len(batch))
+        if not self._takes_all(stage):
+            self.sizes.measured(key, size, seconds * size / len(batch))
         for job in batch:
             job.run_s = job.run_s + seconds
             job.steps = job.steps + 1
