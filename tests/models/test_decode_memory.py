@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.models.short_memory import short_of_memory
 from tests.worker.test_step_loop import Bench
 from tools import tiny, tiny_whole
 from unfuse.core.compute_options import ComputeOptions
@@ -55,23 +54,6 @@ def stage_of(folder: Path, name: str, options: ComputeOptions) -> tuple[Stage, A
     return stage, holder.vae
 
 
-@contextmanager
-def tight(vae: Any, most: int) -> Iterator[list[int]]:
-    """Let the VAE's decoder run out of memory above `most` latents a side; yields the sides that it was called with."""
-    sides = list[int]()
-
-    def check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sides.append(max(args[0].shape[-2:]))
-        if sides[-1] > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    hook = vae.decoder.register_forward_pre_hook(check, with_kwargs=True)
-    try:
-        yield sides
-    finally:
-        hook.remove()
-
-
 class Decode:
     """A loop of one final stage, whose latents are always the same."""
 
@@ -99,7 +81,7 @@ def test_decode_out_of_memory_is_tiled_and_later_ones_start_in_tiles(kind: str, 
     done, whole = decode.run()
     assert isinstance(done, TaskCompleted) and done.vae == ""
 
-    with tight(vae, 8) as sides:
+    with short_of_memory(vae.decoder, 8) as sides:
         done, tiled = decode.run()
         assert isinstance(done, TaskCompleted) and done.vae == "tiled"
         first = sides.index(8)
@@ -124,7 +106,7 @@ def test_decode_that_never_fits_and_exact_only_fail_the_request(kind: str, folde
         (ComputeOptions(exact_only=True), 8, "forbids"),
     ):
         stage, vae = stage_of(folder(kind), "vae_decode", options)
-        with tight(vae, most):
+        with short_of_memory(vae.decoder, most):
             failed, _ = Decode(tmp_path / says.replace(" ", ""), stage, shape, num_frames=frames).run()
         assert isinstance(failed, TaskFailed)
         assert (failed.kind, failed.reason) == ("permanent", "out_of_memory")
@@ -139,7 +121,7 @@ def test_undivided_pipeline_repeats_only_its_decode(exact_only: bool, folder: An
     forwards = list[int]()
     stage._pipeline.unet.register_forward_hook(lambda *_: forwards.append(1))  # type: ignore[attr-defined]
     decode.run()
-    with tight(vae, 8) as sides:
+    with short_of_memory(vae.decoder, 8) as sides:
         end, picture = decode.run()
     assert len(forwards) == 2 * FORWARDS, "the denoised latents were not lost"
     if exact_only:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
+from tests.models.short_memory import short_of_memory
 from tests.worker.test_step_loop import Bench
 from tools import tiny, tiny_whole
 from unfuse.core.compute_options import ComputeOptions
@@ -80,23 +78,6 @@ class Encode:
             return np.array(tensors[name])
 
 
-@contextmanager
-def tight(vae: Any, most: int) -> Iterator[list[int]]:
-    """Let the VAE's encoder run out of memory above `most` pixels a side; yields the sides that it was called with."""
-    sides = list[int]()
-
-    def check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sides.append(max(args[0].shape[-2:]))
-        if sides[-1] > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    hook = vae.encoder.register_forward_pre_hook(check, with_kwargs=True)
-    try:
-        yield sides
-    finally:
-        hook.remove()
-
-
 @pytest.mark.parametrize(
     "kind", [kind if kind == "flux" else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
 )
@@ -108,7 +89,7 @@ def test_encode_out_of_memory_is_tiled_at_each_size_of_the_ladder(kind: str, tmp
     whole = encode.tensor(done, tensor)
 
     for larger, most in pairwise(rungs):
-        with tight(encode.vae, most) as sides:
+        with short_of_memory(encode.vae.encoder, most) as sides:
             done = encode.run()
             assert isinstance(done, TaskCompleted) and done.vae == "tiled"
             assert sides[:2] == [larger, larger] and max(sides[2:]) == most, "alone, once more, in smaller tiles"
@@ -128,7 +109,7 @@ def test_encode_that_never_fits_and_exact_only_fail_the_request(tmp_path: Path) 
         (ComputeOptions(exact_only=True), 32, "forbids"),
     ):
         encode = Encode(tmp_path / says.replace(" ", ""), "flux", options)
-        with tight(encode.vae, most):
+        with short_of_memory(encode.vae.encoder, most):
             failed = encode.run()
         assert isinstance(failed, TaskFailed)
         assert (failed.kind, failed.reason) == ("permanent", "out_of_memory")
@@ -145,7 +126,7 @@ def test_undivided_pipeline_repeats_only_its_encode(exact_only: bool, tmp_path: 
     encode.stage._pipeline.text_encoder.register_forward_hook(lambda *_: texts.append(1))
     encode.run()
     calls = len(texts)
-    with tight(encode.vae, 32) as sides:
+    with short_of_memory(encode.vae.encoder, 32) as sides:
         end = encode.run()
     assert len(texts) == 2 * calls, "what was computed before the encode was not lost"
     if exact_only:

@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict, replace
 
-from unfuse.core.compute_options import SHARD, parse_parallel, refuse, smaller_layouts, worker_parallelism
+from unfuse.core.compute_options import (
+    SHARD,
+    ComputeOptions,
+    parse_parallel,
+    refuse,
+    smaller_layouts,
+    worker_parallelism,
+)
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import DTYPES
@@ -239,11 +246,8 @@ def plan_models(
             if stage.kind in (PREFILL.kind, DECODE.kind) and (heads := stage.parallelism.get("tensor", 0))
         },
     )
-    # These raise for settings that the models cannot have: unknown roles, unsupported parallelism and attention.
-    wanted.worker_counts(needs)
-    spreads = parse_parallel(wanted.compute.parallel)
-    refuse(spreads, stages, wanted.compute.offload)
-    check_attention(wanted.compute.attention, stages, spreads)
+    wanted.worker_counts(needs)  # raises for unknown roles
+    _check_options(wanted.compute, stages)
     layouts = None
     if wanted.auto:
         layouts = search_layouts([model.spec for model in models], needs, wanted, devices, host or HostResources())
@@ -262,6 +266,13 @@ def plan_models(
         return ServingPlan(models, needs, wanted, devices, workers, layouts=layouts)
     except ConfigError as error:
         return ServingPlan(models, needs, wanted, devices, (), str(error), layouts)
+
+
+def _check_options(compute: ComputeOptions, stages: Sequence[StageSpec]) -> None:
+    """Raise ConfigError for parallelism or attention that these stages cannot have."""
+    spreads = parse_parallel(compute.parallel)
+    refuse(spreads, stages, compute.offload)
+    check_attention(compute.attention, stages, spreads)
 
 
 def roles_apart(specs: Iterable[ModelSpec]) -> tuple[str, ...]:

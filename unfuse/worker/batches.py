@@ -128,7 +128,10 @@ class Batches:
         return compatible[: self._size(key, len(compatible))], mode
 
     def _takes_all(self, stage: Stage) -> bool:
-        """Return whether all tasks of a stage share a forward, whatever it costs. Nothing is measured for it then."""
+        """Return whether all tasks of a stage share a forward.
+
+        Nothing is measured for such a stage, because no size is chosen.
+        """
         return self._exactness is None and stage.all_together
 
     def _size(self, key: Key, waiting: int) -> int:
